@@ -5,12 +5,18 @@ the repository works on a code host as it stands; on the site it leads to a gene
 """
 
 import ast
+import dataclasses
+import importlib
+import inspect
 import re
 from pathlib import Path, PurePosixPath
+from typing import Any, Literal, get_args, get_origin
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+from jaxllm.options import Declaration, without_none
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("jaxllm", "serving", "training", "export", "benchmarks")
@@ -75,11 +81,6 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def options_page() -> str:
     """Tables of options, by their declarations."""
-    # Imported here: this module's other functions, which tests use, need no package of ours.
-    import importlib
-
-    from jaxllm.options import option_table
-
     parts = [
         "# Options\n\nFields of the classes that apps and recipes set, as the code declares them. Options of "
         "commands are on the page of the [command line](cli.md)."
@@ -90,6 +91,56 @@ def options_page() -> str:
             f"## {heading}\n\n`{path}`\n\n{option_table(getattr(importlib.import_module(module), name))}"
         )
     return "\n\n".join(parts)
+
+
+def option_table(cls: type) -> str:
+    """A Markdown table of a class's options: name, default, allowed values, and the help of the
+    declaration, or else the entry in the class's docstring under `Attributes:`."""
+    described = _attributes(inspect.getdoc(cls) or "")
+    lines = ["| option | default | allowed | |", "|---|---|---|---|"]
+    for field in dataclasses.fields(cls):
+        declared = field.metadata.get("option", Declaration())
+        default = "" if field.default in (None, "", (), dataclasses.MISSING) else f"`{field.default}`"
+        meaning = declared.help or described.get(field.name, "")
+        cells = (f"`{field.name}`", default, _allowed(field.type, declared), meaning)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _attributes(doc: str) -> dict[str, str]:
+    """Name of an attribute -> its entry in a docstring of Google's style, in one line."""
+    found: dict[str, str] = {}
+    name = ""
+    for line in doc.partition("\nAttributes:\n")[2].splitlines():
+        if line and not line.startswith(" "):
+            break
+        begins = re.fullmatch(r"  (\w+): (.*)", line)
+        if begins:
+            name, found[begins[1]] = begins[1], begins[2]
+        elif name:
+            found[name] = f"{found[name]} {line.strip()}".strip()
+    return found
+
+
+def _allowed(kind: Any, declared: Declaration) -> str:
+    """Choices, or the type and its bounds."""
+    kind, optional = without_none(kind)
+    several = get_origin(kind) is tuple
+    if several:
+        kind = get_args(kind)[0]
+    if get_origin(kind) is Literal:
+        text = ", ".join(f"`{each}`" for each in get_args(kind) if each != "")
+    else:
+        text = getattr(kind, "__name__", str(kind).rpartition(".")[2])
+    bounds = (
+        ("from", declared.low),
+        ("above", declared.above),
+        ("to", declared.high),
+        ("below", declared.below),
+    )
+    text += "".join(f" {word} {bound:g}" for word, bound in bounds if bound is not None)
+    ascending = ", ascending" if declared.ascending else ""
+    return f"{'a list of ' if several else ''}{text}{ascending}{' or none' if optional else ''}"
 
 
 def outside_fences(markdown: str, change) -> str:

@@ -10,13 +10,11 @@
 
 The annotation defines the allowed values: int, float, bool, str, Path, a Literal, a tuple of one of these,
 or one of these and None. Checks (`check_options`), options of command lines (`click_option`), keys of TOML
-files (`check_keys`) and tables of the documentation (`option_table`) come from the same declaration. This
-module imports no JAX.
+files (`check_keys`) and tables of the documentation come from the same declaration. This module imports no
+JAX.
 """
 
 import dataclasses
-import inspect
-import re
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
@@ -73,7 +71,7 @@ def option(
 def declaration(cls: type, name: str) -> tuple[Any, Declaration]:
     """Type (without None) and declaration of a class's option."""
     field = cls.__dataclass_fields__[name]
-    return _without_none(field.type)[0], field.metadata[_DECLARATION]
+    return without_none(field.type)[0], field.metadata[_DECLARATION]
 
 
 def check_options(config: Any) -> None:
@@ -158,56 +156,6 @@ def combined(*options: Callable[[Command], Command]) -> Callable[[Command], Comm
     return decorate
 
 
-def option_table(cls: type) -> str:
-    """A Markdown table of a class's options: name, default, allowed values, and the help of the
-    declaration, or else the entry in the class's docstring under `Attributes:`."""
-    described = _attributes(inspect.getdoc(cls) or "")
-    lines = ["| option | default | allowed | |", "|---|---|---|---|"]
-    for field in dataclasses.fields(cls):
-        declared = field.metadata.get(_DECLARATION, _PLAIN)
-        default = "" if field.default in (None, "", (), dataclasses.MISSING) else f"`{field.default}`"
-        meaning = declared.help or described.get(field.name, "")
-        cells = (f"`{field.name}`", default, _allowed(field.type, declared), meaning)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _attributes(doc: str) -> dict[str, str]:
-    """Name of an attribute -> its entry in a docstring of Google's style, in one line."""
-    found: dict[str, str] = {}
-    name = ""
-    for line in doc.partition("\nAttributes:\n")[2].splitlines():
-        if line and not line.startswith(" "):
-            break
-        begins = re.fullmatch(r"  (\w+): (.*)", line)
-        if begins:
-            name, found[begins[1]] = begins[1], begins[2]
-        elif name:
-            found[name] = f"{found[name]} {line.strip()}".strip()
-    return found
-
-
-def _allowed(kind: Any, declared: Declaration) -> str:
-    """Choices, or the type and its bounds."""
-    kind, optional = _without_none(kind)
-    several = get_origin(kind) is tuple
-    if several:
-        kind = get_args(kind)[0]
-    if get_origin(kind) is Literal:
-        text = ", ".join(f"`{each}`" for each in get_args(kind) if each != "")
-    else:
-        text = getattr(kind, "__name__", str(kind).rpartition(".")[2])
-    bounds = (
-        ("from", declared.low),
-        ("above", declared.above),
-        ("to", declared.high),
-        ("below", declared.below),
-    )
-    text += "".join(f" {word} {bound:g}" for word, bound in bounds if bound is not None)
-    ascending = ", ascending" if declared.ascending else ""
-    return f"{'a list of ' if several else ''}{text}{ascending}{' or none' if optional else ''}"
-
-
 def _click_type(kind: Any, declared: Declaration) -> Any:
     import click
 
@@ -227,7 +175,7 @@ def _is_path(kind: Any) -> bool:
     return isinstance(kind, type) and hasattr(kind, "__fspath__")
 
 
-def _without_none(kind: Any) -> tuple[Any, bool]:
+def without_none(kind: Any) -> tuple[Any, bool]:
     """A type without None, and whether it allows None."""
     if get_origin(kind) in (Union, types.UnionType):
         rest = [each for each in get_args(kind) if each is not types.NoneType]
@@ -237,7 +185,7 @@ def _without_none(kind: Any) -> tuple[Any, bool]:
 
 
 def _checked(name: str, kind: Any, declared: Declaration, value: Any) -> Any:
-    kind, optional = _without_none(kind)
+    kind, optional = without_none(kind)
     if optional and value is None:
         return None
     origin = get_origin(kind)

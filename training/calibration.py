@@ -109,6 +109,10 @@ class ExpertWidthsRecipe(Recipe):
         require_int("tokens", self.tokens, LEAST_TOKENS)
 
 
+# What a loss is a loss of: the perplexity of the targets, or Rouge-2 of the model's answers.
+MEASURES = ("perplexity", "rouge2")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PairWidthsRecipe(Recipe):
     """Sizes of a measurement of an encoder-decoder's experts, on pairs."""
@@ -139,6 +143,9 @@ class WidthTarget:
             raise ConfigError(f"experts have a width among {EXPERT_BITS}, got {self.uniform}")
 
 
+SEARCHED = WidthTarget()
+
+
 @dataclasses.dataclass(frozen=True)
 class BundleOutput:
     """Bundle that a job writes atomically.
@@ -157,13 +164,8 @@ class BundleOutput:
     name: str = ""
 
     def __post_init__(self) -> None:
-        require_folder_of(Path(self.path))
-
-
-def require_folder_of(path: Path) -> None:
-    """Raises CheckpointError unless the folder of a file to write exists."""
-    if not path.parent.is_dir():
-        raise CheckpointError(f"{path.parent}: no such folder; create it first")
+        if not (folder := Path(self.path).parent).is_dir():
+            raise CheckpointError(f"{folder}: no such folder; create it first")
 
 
 @contextlib.contextmanager
@@ -193,11 +195,11 @@ def bundle_of(model: Path, weights: WeightFormat, name: str = "") -> "Iterator[B
 
 
 def text_tokens(bundle: "Bundle", count: int, paths: Sequence[Path]) -> list[int]:
-    """Returns at least `count` tokens of concatenated texts, if there are as many.
+    """Returns the first `count` tokens of concatenated texts, or all.
 
     Args:
       bundle: bundle of the tokenizer.
-      count: number of tokens after which no other text is read.
+      count: maximum number of tokens.
       paths: files; Python's language reference if empty.
 
     Raises:
@@ -217,4 +219,4 @@ def text_tokens(bundle: "Bundle", count: int, paths: Sequence[Path]) -> list[int
         if len(tokens) >= count:
             break
         tokens += encoder.encode([document])[0][0]
-    return tokens
+    return tokens[:count]

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, get_args, get_origin
 
 from jaxllm.errors import ConfigError
 from jaxllm.files.input_files import read_text
+from jaxllm.option_types import Share
 from jaxllm.options import check_keys, check_options, option, required_options
 
 Precision = Literal["float32", "bfloat16"]
@@ -135,6 +136,40 @@ class TrainSettings(Recipe):
             return self
         batch = self.batch * (self.row_tokens // window_tokens)
         return dataclasses.replace(self, row_tokens=window_tokens, batch=batch)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LevelSettings(Recipe):
+    """Settings of levels, for `ElasticRecipe`. The options' help describes them."""
+
+    anchor_share: float = option(
+        0.2,
+        "Layers to keep whole at every level, the most important ones.",
+        low=0,
+        high=1,
+        click={"type": Share()},
+    )
+    order: Literal["importance", "magnitude", "random"] = option(
+        "importance", "Order units by their importance to the loss; magnitude and random are baselines."
+    )
+    units: Literal["equal", "global"] = option(
+        "equal",
+        "Choose a level's units as an equal share of each layer, or across layers by importance per "
+        "parameter.",
+    )
+    recovery: Literal["lora", "joint", "none"] = option(
+        "lora",
+        "Train an adapter for each level (as in the recipe `adapters`), all levels' weights jointly, or "
+        "neither.",
+    )
+    whole_kl_nats: float = option(
+        0.0,
+        "With --recovery joint, maximum divergence of the whole model's next-token distribution from the "
+        "original one, on held-out text; 0 sets no bound.",
+        low=0,
+        flags=("--whole-kl",),
+        click={"metavar": "NATS"},
+    )
 
 
 Kind = TypeVar("Kind", bound=Recipe)

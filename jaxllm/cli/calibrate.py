@@ -22,13 +22,19 @@ from jaxllm.cli.training_options import (
     weights_option,
 )
 from jaxllm.formats import EXPERT_BITS
+from jaxllm.int8_prefill.recipe import MOST_LOSS
 from jaxllm.option_types import Share
 from jaxllm.options import Command, click_option, combined
-from jaxllm.training.calibration import ContextRecipe, ExpertWidthsRecipe, NestedRecipe, PrefillRecipe
-
-MAX_PREFILL_LOSS = 0.01
-MAX_EXPERT_LOSS = 0.05
-MEASURES = ("perplexity", "rouge2")
+from jaxllm.training.calibration import (
+    MEASURES,
+    BundleOutput,
+    ContextRecipe,
+    ExpertWidthsRecipe,
+    NestedRecipe,
+    PairWidthsRecipe,
+    PrefillRecipe,
+    WidthTarget,
+)
 
 
 @click.group("calibrate")
@@ -39,7 +45,7 @@ def calibrate_command() -> None:
 def _calibration(name: str, recipe: type, *, one_device: str = "") -> Callable[[Command], click.Command]:
     """Makes a subcommand with the options of all calibrations, from a function that returns facts to print.
 
-    The function gets the model, the output and the given options; options that were not given are left out.
+    The function gets the model, the bundle to write and the given options; other options are left out.
 
     Args:
       name: name of the subcommand.
@@ -49,9 +55,10 @@ def _calibration(name: str, recipe: type, *, one_device: str = "") -> Callable[[
 
     def decorate(command: Command) -> click.Command:
         @functools.wraps(command)
-        def run(model: Path, output: Path, **options: Any) -> None:
+        def run(model: Path, output: Path, name: str, **options: Any) -> None:
+            out = BundleOutput(output, options.pop("weights", None), name)
             given = {key: value for key, value in options.items() if value not in (None, (), False)}
-            facts = command(model, output, **given)
+            facts = command(model, out, **given)
             click.echo(json.dumps(facts if "dry_run" in given else {"bundle": str(output), **facts}))
 
         options = combined(
@@ -77,9 +84,9 @@ def _max_loss_option(of: str, default: float) -> Callable[[Command], Command]:
 
 
 @_calibration("prefill", PrefillRecipe, one_device="it measures one device's integer products, row after row")
-@_max_loss_option("growth of the perplexity", MAX_PREFILL_LOSS)
+@_max_loss_option("growth of the perplexity", MOST_LOSS)
 @click_option(PrefillRecipe, "weight_scales")
-def prefill_command(model: Path, output: Path, *, max_loss: float, **given: Any) -> dict[str, Any]:
+def prefill_command(model: Path, out: BundleOutput, *, max_loss: float, **given: Any) -> dict[str, Any]:
     """Calibrate a model for integer prefill on a text, and write the bundle.
 
     Reads MODEL, a Hugging Face folder or an 8-bit bundle without experts. Finds activation scales and outlier
@@ -94,7 +101,7 @@ def prefill_command(model: Path, output: Path, *, max_loss: float, **given: Any)
     from jaxllm.training.int8_prefill.prefill import calibrate_prefill
 
     recipe = PrefillRecipe(**_taken(given, "tokens", "weight_scales"))
-    return calibrate_prefill(recipe, model, output, most_loss=max_loss, **given)
+    return calibrate_prefill(recipe, model, out, most_loss=max_loss, **given)
 
 
 @_calibration(
@@ -102,7 +109,7 @@ def prefill_command(model: Path, output: Path, *, max_loss: float, **given: Any)
 )
 @click_option(ContextRecipe, "chunk_tokens")
 @click_option(ContextRecipe, "ratio", type=Share(above_zero=True), default="50%")
-def contexts_command(model: Path, output: Path, **given: Any) -> dict[str, Any]:
+def contexts_command(model: Path, out: BundleOutput, **given: Any) -> dict[str, Any]:
     """Choose how contexts of a model are stored, by measured errors, and write the bundle.
 
     Reads MODEL, a bundle. Measures in each layer how much each codec and width of keys and values changes the
@@ -119,11 +126,11 @@ def contexts_command(model: Path, output: Path, **given: Any) -> dict[str, Any]:
     chunks = tuple(sorted(set(given.pop("chunk_tokens", ContextRecipe.chunk_tokens))))
     sizes = {"row_tokens": max(512, 2 * max(chunks)), "chunk_tokens": chunks}
     recipe = ContextRecipe(**sizes, **_taken(given, "tokens", "ratio"))
-    return calibrate_contexts(recipe, model, output, **given)
+    return calibrate_contexts(recipe, model, out, **given)
 
 
 @_calibration("nested", NestedRecipe, one_device="the model runs layer by layer, one text after the other")
-def nested_command(model: Path, output: Path, **given: Any) -> dict[str, Any]:
+def nested_command(model: Path, out: BundleOutput, **given: Any) -> dict[str, Any]:
     """Calibrate the upper 4 bits of nested weights on a text, for better drafts, and write the bundle.
 
     Reads MODEL, a Hugging Face folder, or a bundle of int8-nested weights if there are no floats. Rounds
@@ -138,12 +145,12 @@ def nested_command(model: Path, output: Path, **given: Any) -> dict[str, Any]:
     # Imported here, so that --help and usage errors do not wait for JAX.
     from jaxllm.training.speculation.nested import calibrate_nested
 
-    return calibrate_nested(NestedRecipe(**_taken(given, "tokens")), model, output, **given)
+    return calibrate_nested(NestedRecipe(**_taken(given, "tokens")), model, out, **given)
 
 
 @_calibration("experts", ExpertWidthsRecipe)
 @run_option
-@_max_loss_option("growth of the perplexity, or loss of Rouge-2", MAX_EXPERT_LOSS)
+@_max_loss_option("growth of the perplexity, or loss of Rouge-2", WidthTarget.most_loss)
 @click.option(
     "--expert-bits",
     type=click.Choice([str(bits) for bits in EXPERT_BITS]),
@@ -160,7 +167,7 @@ def nested_command(model: Path, output: Path, **given: Any) -> dict[str, Any]:
 @dry_run_option
 @device_options("one device", "1")
 def experts_command(
-    model: Path, output: Path, *, run_dir: Path, max_loss: float, **given: Any
+    model: Path, out: BundleOutput, *, run_dir: Path, max_loss: float, **given: Any
 ) -> dict[str, Any]:
     """Choose a width for each expert of a mixture, and write a bundle that runs in little memory.
 
@@ -176,13 +183,13 @@ def experts_command(
       jaxllm calibrate experts runs/switch/hf -o switch.jaxllm --run runs/widths --pairs val.de val.en
     """
     # Imported here, so that --help and usage errors do not wait for JAX.
-    from jaxllm.training.calibration import BundleOutput, PairWidthsRecipe, WidthTarget
     from jaxllm.training.experts.expert_widths import (
         dry_run_experts,
         quantize_experts,
         quantize_seq2seq_experts,
     )
     from jaxllm.training.loop.parallel import MeshShape
+    from jaxllm.training.loop.run_files import Run
     from jaxllm.training.seq2seq.pairs import read_pair_files
 
     pairs, devices = given.pop("pairs", None), given.pop("devices", None)
@@ -193,14 +200,13 @@ def experts_command(
     if devices:
         set_devices(devices)
     target = WidthTarget(most_loss=max_loss, uniform=int(given.pop("expert_bits", 0)))
-    out = BundleOutput(output, given.pop("weights", None), given.pop("name"))
     tokens = _taken(given, "tokens")
     if pairs is not None:
         return quantize_seq2seq_experts(
             PairWidthsRecipe(**tokens),
             model,
             out,
-            run_dir,
+            Run(folder=run_dir),
             pairs=read_pair_files(*pairs),
             target=target,
             **given,
@@ -211,7 +217,8 @@ def experts_command(
     recipe = ExpertWidthsRecipe(batch=-(-rows // divisor) * divisor, **tokens)
     if device := given.pop("dry_run", ""):
         return dry_run_experts(recipe, model, mesh_shape=shape, device=device)
-    return quantize_experts(recipe, model, out, run_dir, target=target, mesh_shape=shape, **given)
+    run = Run(folder=run_dir, mesh_shape=shape)
+    return quantize_experts(recipe, model, out, run, target=target, **given)
 
 
 def _taken(given: dict[str, Any], *names: str) -> dict[str, Any]:

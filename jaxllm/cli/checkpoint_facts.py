@@ -118,13 +118,7 @@ def _memory(cfg: ModelConfig, width: WeightFormat) -> dict[str, int]:
 
 def _least_with_experts_apart(cfg: ModelConfig, sizes: Mapping[str, int], fixed: int) -> int:
     """The minimum `--memory` if each expert is read when a token visits it: it includes the experts that a
-    token visits at one layer.
-
-    Args:
-      cfg: config of a mixture.
-      sizes: bytes of each parameter.
-      fixed: bytes of everything but weights.
-    """
+    token visits at one layer. `sizes` are bytes of each parameter, `fixed` of everything but weights."""
     from jaxllm.serving.ground.options import EngineOptions
     from jaxllm.serving.weights.memory_plan import outputs_bytes, whole_budget
 

@@ -1,7 +1,8 @@
 """`jaxllm demo`: runs a model on a few questions per task, and shows its size and speed."""
 
-import dataclasses
 import functools
+import importlib.resources
+import json
 import statistics
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -50,7 +51,6 @@ def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
     """
     from jaxllm.models.parameters import parameter_count
 
-    prompts = demo_prompts()
     with progress_bars() as progress:
         engine = choice.open(progress)
     facts: dict[str, Any] = {
@@ -65,7 +65,11 @@ def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
             f"{facts['model']}: {facts['parameters'] / 1e6:.1f} M parameters, {facts['weights']} weights"
         )
     aloud = not as_json
-    answers = [_ask(engine, each, max_tokens, aloud=aloud) for each in prompts]
+    answers = []
+    for task, examples in demo_prompts().items():
+        if aloud:
+            click.secho(f"\n{task}: {examples[0].system}", bold=True)
+        answers += [_ask(engine, task, each, max_tokens, aloud=aloud) for each in examples]
     totals = _totals(answers)
     if aloud:
         first = f"first token after {totals['median_ttft_ms']:.1f} ms"
@@ -76,26 +80,26 @@ def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
         print_json({**facts, "answers": answers, "translations": translations, **totals})
 
 
-def _ask(engine: "Engine", prompt: "DemoPrompt", max_tokens: int, *, aloud: bool) -> dict[str, Any]:
+def _ask(
+    engine: "Engine", task: str, example: TaskExample, max_tokens: int, *, aloud: bool
+) -> dict[str, Any]:
     """Asks a question, printing the answer as it comes if `aloud`; returns its facts for JSON."""
     from jaxllm.sampling import Sampling
     from jaxllm.serving.engine.request import GenerationConfig
     from jaxllm.serving.evaluation.tasks import is_right
     from jaxllm.text.prompts import prompt_ids
 
-    story = prompt.task == STORY
+    story = task == STORY
     # Stories are sampled, because greedy small models repeat themselves; seeded, so that runs are
     # reproducible.
     sampling = Sampling(temperature=0.7, top_p=0.9, seed=7) if story else Sampling()
     config = GenerationConfig(
         max_tokens=max_tokens if story else min(max_tokens, _ANSWER_TOKENS), sampling=sampling
     )
-    ids = prompt_ids(engine.tokenizer, prompt.example, now=datetime.now())
-    if aloud and prompt.first:
-        click.secho(f"\n{prompt.task}: {prompt.example.system}", bold=True)
-    judge = functools.partial(is_right, prompt.example) if prompt.judged else None
-    facts = _told(prompt.example.user, engine.stream(ids, config), judge, prompt.example.answer, aloud=aloud)
-    return {"task": prompt.task, **facts}
+    ids = prompt_ids(engine.tokenizer, example, now=datetime.now())
+    judge = functools.partial(is_right, example) if example.options else None
+    facts = _told(example.user, engine.stream(ids, config), judge, example.answer, aloud=aloud)
+    return {"task": task, **facts}
 
 
 def _translations(max_tokens: int, *, aloud: bool) -> list[dict[str, Any]]:
@@ -111,7 +115,7 @@ def _translations(max_tokens: int, *, aloud: bool) -> list[dict[str, Any]]:
     if aloud:
         click.secho(f"\n{TRANSLATOR}: German to English, and English to German", bold=True)
     config = GenerationConfig(max_tokens=max_tokens)
-    return [_told(text, engine.stream(text, config), None, "", aloud=aloud) for text in TRANSLATED]
+    return [_told(text, engine.stream(text, config), None, "", aloud=aloud) for text in _data()[TRANSLATOR]]
 
 
 def _told(
@@ -119,13 +123,7 @@ def _told(
 ) -> dict[str, Any]:
     """Runs an answer to its end, printing the question and the answer as it comes if `aloud`; returns its
     facts for JSON.
-
-    Args:
-      text: the question.
-      generation: the answer to come.
-      judge: whether an answer is right; None if there is no single right one.
-      answer: a right answer; empty for none.
-      aloud: whether to print.
+    `judge` says whether an answer is right, None if there is no single right one; `answer` is one, or empty.
     """
     if aloud:
         click.echo()
@@ -162,162 +160,37 @@ def _totals(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 STORY = "story"
-# The packaged encoder-decoder, and sentences: the first for its default task.
+# The packaged encoder-decoder, which translates the demo's sentences: the first by its default task.
 TRANSLATOR = "translate"
-TRANSLATED = (
-    "Zwei Kinder spielen mit einem kleinen Hund im Park.",
-    "translate English to German: A woman in a red jacket is sitting on a bench.",
-)
 
 
-@dataclasses.dataclass(frozen=True)
-class DemoPrompt:
-    """A question of the demo.
-
-    Attributes:
-      task: name of the task; `story` is not a task of `jaxllm.tasks`.
-      example: the question; its answer is empty if there is no single right one.
-      judged: whether answers other than the example's are wrong.
-      first: whether it is the first question of its task.
-    """
-
-    task: str
-    example: TaskExample
-    judged: bool = True
-    first: bool = False
+@functools.cache
+def _data() -> dict[str, list[Any]]:
+    """Questions by task, as arguments of the functions of `demo_prompts`, and sentences to translate."""
+    return json.loads((importlib.resources.files("jaxllm") / "assets" / "demo.json").read_text("utf-8"))
 
 
-def demo_prompts() -> list[DemoPrompt]:
-    """All questions, by task."""
-    labelled = (readers.SENTIMENT, _REVIEWS), (readers.NEWS, _NEWS), (readers.EMOTION, _MESSAGES)
-    reviews, news, messages = (
-        [kind.example({"text": text, "label": label}) for text, label in pairs] for kind, pairs in labelled
-    )
-    examples: dict[str, list[TaskExample]] = {
-        "sentiment": reviews,
-        "news": news,
-        "emotion": messages,
-        "ui-step": [_step(*each) for each in _STEPS],
-        "api-choice": [_call(*each) for each in _REQUESTS],
-        "shorten": [TaskExample(system=SHORTEN, user=text, answer=short) for text, short in _SENTENCES],
-        STORY: [TaskExample(system=TELL, user=text, answer="") for text in _OPENINGS],
+def demo_prompts() -> dict[str, list[TaskExample]]:
+    """All questions by task; `story` is not a task of `jaxllm.tasks`. Without options an answer is empty, or
+    one of several right ones."""
+
+    def labelled(reader: readers.Labels, text: str, label: str) -> TaskExample:
+        return reader.example({"text": text, "label": label})
+
+    make: dict[str, Callable[..., TaskExample]] = {
+        "sentiment": functools.partial(labelled, readers.SENTIMENT),
+        "news": functools.partial(labelled, readers.NEWS),
+        "emotion": functools.partial(labelled, readers.EMOTION),
+        "ui-step": _step,
+        "api-choice": _call,
+        "shorten": lambda text, short: TaskExample(system=SHORTEN, user=text, answer=short),
+        STORY: lambda text: TaskExample(system=TELL, user=text, answer=""),
     }
-    return [
-        DemoPrompt(task, example, judged=bool(example.options), first=number == 0)
-        for task, those in examples.items()
-        for number, example in enumerate(those)
-    ]
+    return {task: [made(*each) for each in _data()[task]] for task, made in make.items()}
 
 
-_REVIEWS = (
-    ("a warm , funny film that never loses its way", "positive"),
-    ("two hours of noise without a single idea", "negative"),
-    ("the young actors are a joy to watch", "positive"),
-)
-_NEWS = (
-    ("The goalkeeper saved two penalties and her team won the cup final in the last minute.", "Sports"),
-    ("Shares of the airline fell after it said that profits would be lower this quarter.", "Business"),
-    ("A new version of the browser blocks spyware and loads pages faster, its makers say.", "Sci/Tech"),
-)
-_MESSAGES = (
-    ("i feel so lonely since my best friend moved away", "sadness"),
-    ("i am furious that they lied to me again", "anger"),
-    ("i feel nervous and shaky before the big exam", "fear"),
-)
-# App, goal, past actions, screen, and the number of the element to use next; -1: done.
-_STEPS = (
-    (
-        "alarm",
-        "turn on the dark theme",
-        "- Start the alarm app.",
-        (
-            "<button id=0 text='Add alarm'></button>",
-            "<button id=1 text='Settings'></button>",
-            "<button id=2>Stopwatch</button>",
-            "<button id=3>go back</button>",
-        ),
-        1,
-    ),
-    (
-        "notes",
-        "search for the note about groceries",
-        "- Start the notes app.",
-        (
-            "<input id=0>Search notes</input>",
-            "<button id=1 text='New note'></button>",
-            "<button id=2 text='More options'></button>",
-            "<button id=3>go back</button>",
-        ),
-        0,
-    ),
-    (
-        "music",
-        "open the list of albums",
-        "- Start the music app.\n- TapOn: <button text='Albums'></button>",
-        (
-            "<p id=0>Albums</p>",
-            "<button id=1>Morning songs</button>",
-            "<button id=2>Live at home</button>",
-            "<button id=3>go back</button>",
-        ),
-        -1,
-    ),
-)
-# Request, the function that answers it, and descriptions of all functions.
-_REQUESTS = (
-    (
-        "How far is it from Lisbon to Porto by car?",
-        "route.distance",
-        {
-            "route.distance": "Calculate the distance between two cities by road.",
-            "hotel.book": "Book a hotel room in a city.",
-            "currency.convert": "Convert an amount of money from one currency to another.",
-            "weather.today": "Get today's weather for a city.",
-        },
-    ),
-    (
-        "What is 250 dollars in yen?",
-        "convert_currency",
-        {
-            "get_stock_price": "Get the current price of a company's stock.",
-            "convert_currency": "Convert an amount of money from one currency to another.",
-            "translate_text": "Translate a text into another language.",
-            "set_timer": "Set a timer for a number of minutes.",
-        },
-    ),
-    (
-        "Find the area of a circle with a radius of 3 meters.",
-        "geometry.circle_area",
-        {
-            "recipe.search": "Search for recipes by ingredient.",
-            "geometry.square_area": "Calculate the area of a square from its side.",
-            "geometry.circle_area": "Calculate the area of a circle from its radius.",
-            "movie.rating": "Get the rating of a movie.",
-        },
-    ),
-)
-_SENTENCES = (
-    (
-        "The city council voted on Tuesday night to close the old bridge for repairs until the spring.",
-        "The city council voted to close the old bridge.",
-    ),
-    (
-        "A farmer in the north has grown what may be the largest pumpkin ever seen in the region.",
-        "A farmer has grown the largest pumpkin.",
-    ),
-    (
-        "The singer, who turned 40 last week, said that she will release a new album in the spring.",
-        "The singer will release a new album.",
-    ),
-)
-_OPENINGS = (
-    "Once upon a time, there was a little robot who lived in a lighthouse.",
-    "Tom and Sue went to the beach with a big red bucket.",
-    "The cat looked at the moon and wanted to touch it.",
-)
-
-
-def _step(app: str, goal: str, done: str, screen: tuple[str, ...], chosen: int) -> TaskExample:
+def _step(app: str, goal: str, done: str, screen: list[str], chosen: int) -> TaskExample:
+    """A step in an app after some actions; `chosen` is the number of the element to use next, -1 for none."""
     step = {"label": [chosen, "null"], "history": done, "state": "\n".join(screen)}
     return readers.ui_step(app, goal, step)
 

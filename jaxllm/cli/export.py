@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxllm.cli.console import progress_bars, read_text
-from jaxllm.cli.shared_options import context_option, path_argument, path_option
+from jaxllm.cli.shared_options import context_option, named_folders_option, path_argument, path_option
 from jaxllm.export.contents import CONTENTS, require_contents, require_family, require_format
 from jaxllm.option_types import Level
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from jaxllm.export.folder_format.manifest import Manifest
     from jaxllm.export.quantized import Ranges
     from jaxllm.export.signatures import ExportPlan
-    from jaxllm.export.subject import AdapterOptions, Subject
+    from jaxllm.export.subject import Subject
     from jaxllm.serving.host.progress import Progress
 
 PRECISIONS = ("f32", "bf16", "f16", "int8", "w8a8")
@@ -144,11 +144,9 @@ _CALIBRATION_CHARACTERS = 1 << 20
 @path_option(
     "--adapter", metavar="DIR", help="A low-rank adapter in PEFT's layout, to merge into the weights."
 )
-@click.option(
+@named_folders_option(
     "--adapter-input",
     "inputs",
-    multiple=True,
-    metavar="NAME=DIR",
     help="Store this low-rank adapter with the programs, as an input: calls name an adapter, or none. "
     "Repeatable.  [default: none]",
 )
@@ -186,7 +184,15 @@ def export_command(
       jaxllm export model.jaxllm --output half.gguf --format gguf --precision f16 --level 50
       jaxllm export runs/mine --output runs/mine/hf --format hf
     """
-    _check_usage(kind, precision, calibration_text, platforms, without_shadow=shapes["without_shadow"])
+    if kind != "stablehlo" and platforms:
+        raise click.UsageError("--platform goes with --format stablehlo")
+    if (precision == "w8a8") != (calibration_text is not None):
+        raise click.UsageError("--precision w8a8 and --calibration-text FILE go together")
+    if shapes["without_shadow"] and precision != "w8a8":
+        raise click.UsageError("--without-shadow goes with --precision w8a8")
+    allowed = PLAIN[kind] if kind in PLAIN else CONTENTS[kind].precisions
+    if precision not in allowed:
+        raise click.UsageError(f"--format {kind} takes --precision {', '.join(allowed)}, not {precision}")
     # Imported here, so that --help and usage errors do not wait.
     from jaxllm.serving.ground.bundles import find_model
 
@@ -201,9 +207,10 @@ def export_command(
         return
     from jaxllm.export import quantized
     from jaxllm.export.stablehlo import DTYPES, export_stablehlo
-    from jaxllm.export.subject import read_subject
+    from jaxllm.export.subject import AdapterOptions, read_subject
 
-    inputs = _adapter_inputs(shapes.pop("inputs"), shapes.pop("input_rank"))
+    named, rank = shapes.pop("inputs"), shapes.pop("input_rank")
+    inputs = AdapterOptions(given=named, rank=rank) if named or rank else None
     plan = _plan(kind, shapes)
     require_contents(kind, plan, levels=len(plan.levels), adapters=inputs is not None)
     # Fail before anything is read, also for extras that are not imported yet.
@@ -277,47 +284,6 @@ def _export_run(run_dir: Path, output: Path, kind: str, precision: str) -> None:
     click.echo(export(run_dir, output))
 
 
-def _check_usage(
-    kind: str,
-    precision: str,
-    calibration_text: Path | None,
-    platforms: tuple[str, ...],
-    *,
-    without_shadow: bool,
-) -> None:
-    """Rejects incompatible options.
-
-    Raises:
-      UsageError: some options are incompatible.
-    """
-    if kind != "stablehlo" and platforms:
-        raise click.UsageError("--platform goes with --format stablehlo")
-    if (precision == "w8a8") != (calibration_text is not None):
-        raise click.UsageError("--precision w8a8 and --calibration-text FILE go together")
-    if without_shadow and precision != "w8a8":
-        raise click.UsageError("--without-shadow goes with --precision w8a8")
-    allowed = PLAIN[kind] if kind in PLAIN else CONTENTS[kind].precisions
-    if precision not in allowed:
-        raise click.UsageError(f"--format {kind} takes --precision {', '.join(allowed)}, not {precision}")
-
-
-def _adapter_inputs(given: tuple[str, ...], rank: int) -> "AdapterOptions | None":
-    """The adapters that are inputs of programs; None for none."""
-    from jaxllm.export.subject import AdapterOptions
-
-    if not given and not rank:
-        return None
-    named = {}
-    for text in given:
-        name, equals, folder = text.partition("=")
-        if not (name and equals and folder):
-            raise click.UsageError(f"--adapter-input takes NAME=DIR, got {text!r:.80}")
-        if name in named:
-            raise click.UsageError(f"--adapter-input names {name!r:.80} twice")
-        named[name] = Path(folder)
-    return AdapterOptions(given=named, rank=rank)
-
-
 def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
     """The programs to make for a format, by the options of their shapes."""
     from jaxllm.export.signatures import ExportPlan
@@ -325,23 +291,15 @@ def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
     def ascending(name: str) -> tuple[int, ...]:
         return tuple(sorted(set(shapes[name])))
 
-    # 0 means no cache length besides the whole context; no option means the default lengths.
-    caches = tuple(each for each in ascending("cache_tokens") if each)
     block = shapes["block_tokens"]
-    return ExportPlan(
-        context_tokens=shapes["context_tokens"],
-        block_tokens=CONTENTS[kind].block_tokens if block is None else block,
-        chunk_tokens=ascending("chunk_tokens"),
-        verify_tokens=ascending("verify_tokens"),
-        cache_tokens=caches if shapes["cache_tokens"] else None,
-        levels=ascending("levels"),
-        without_shadow=shapes["without_shadow"],
-        static_verify=shapes["static_verify"],
-        masked=shapes["masked"],
-        npu=shapes["npu"],
-        stages=shapes["stages"],
-        codec=shapes["codec"] or "",
-    )
+    own = {
+        "block_tokens": CONTENTS[kind].block_tokens if block is None else block,
+        # 0 means no cache length besides the whole context; no option means the default lengths.
+        "cache_tokens": tuple(filter(None, ascending("cache_tokens"))) if shapes["cache_tokens"] else None,
+        "codec": shapes["codec"] or "",
+    }
+    lengths = {name: ascending(name) for name in ("chunk_tokens", "verify_tokens", "levels")}
+    return ExportPlan(**{**shapes, **own, **lengths})
 
 
 def _export_tflite(

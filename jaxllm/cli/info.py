@@ -74,6 +74,9 @@ def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool)
     with Bundle.open(path) as opened:
         if verify:
             opened.verify()
+        files = opened.tokenizer_files()
+        # Tasks of an encoder-decoder, and sampling parameters that the model's authors recommend.
+        named = {"tasks": files.tasks, "sampling": files.sampling}
         facts = {
             "model": opened.layout.name,
             "weights": opened.layout.weights,
@@ -82,8 +85,7 @@ def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool)
             "fingerprint": opened.fingerprint,
             "verified": verify,
             **_levels(opened),
-            **_tasks(opened),
-            **_sampling(opened),
+            **{name: dict(each) for name, each in named.items() if each},
             **image_encoder_facts(opened),
             **_experts(opened),
             "config": opened.cfg.to_json(),
@@ -128,18 +130,6 @@ def _experts(bundle: "Bundle") -> dict[str, Any]:
         "expert_widths": {str(bits): widths[bits] for bits in store.widths},
         "calibration": expert_facts(bundle),
     }
-
-
-def _tasks(bundle: "Bundle") -> dict[str, Any]:
-    """The tasks of an encoder-decoder and their prefixes, if any."""
-    tasks = bundle.tokenizer_files().tasks
-    return {"tasks": dict(tasks)} if tasks else {}
-
-
-def _sampling(bundle: "Bundle") -> dict[str, Any]:
-    """The sampling parameters that the model's authors recommend, if any."""
-    sampling = bundle.tokenizer_files().sampling
-    return {"sampling": dict(sampling)} if sampling else {}
 
 
 def _levels(bundle: "Bundle") -> dict[str, Any]:

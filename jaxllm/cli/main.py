@@ -43,6 +43,7 @@ _SUMMARIES = {
 # Modules that do not have the name of their command.
 _MODULES = {
     **dict.fromkeys(("pretrain", "lora", "elasticize"), "jaxllm.cli.train"),
+    "chat": "jaxllm.cli.generate",
     "eval": "jaxllm.cli.evaluate",
     "bench": "benchmarks.cli",
     "completion": "jaxllm.cli.keys",

@@ -3,25 +3,24 @@
 import dataclasses
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from jaxllm.errors import ConfigError
 from jaxllm.formats import WEIGHT_FORMATS
+from jaxllm.int8_prefill.recipe import MOST_LOSS
 from jaxllm.option_types import Level, Share, Size
 from jaxllm.options import option
+from jaxllm.serving.ground.int8_prefill_options import IntegerDevice, Mode, PrefillOptions
 from jaxllm.serving.host.progress import Progress
 
 if TYPE_CHECKING:
     from jaxllm.formats import WeightFormat
     from jaxllm.serving.engine.engine import Engine
-    from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
     from jaxllm.serving.ground.options import EngineOptions
     from jaxllm.serving.ground.speculation_options import SpeculationOptions
 
-PREFILL_MODES = ("float", "int8", "auto")
-MAX_PREFILL_LOSS = 0.01
 _WHOLE = 100
 # Fields of a choice that also apply to exported programs.
 _OF_PROGRAMS = ("program", "level", "draft")
@@ -82,7 +81,7 @@ class ModelChoice:
         default=None,
         metavar="DRAFT",
     )
-    prefill: Literal["float", "int8", "auto"] | None = _field(
+    prefill: Mode | None = _field(  # noqa: RUF009
         None,
         "Compute prompts in floats, in 8-bit integers (requires a bundle of `jaxllm calibrate prefill`), or "
         "in whichever is faster for a prompt (requires times of `jaxllm profile --prefill auto`).  [default: "
@@ -94,11 +93,11 @@ class ModelChoice:
         "CPU.  [default: 1]",
         type=click.IntRange(1, 2),
     )
-    integer_device: Literal["cpu", "gpu"] = _field("cpu", "The integer one of two processors.")
+    integer_device: IntegerDevice = _field("cpu", "The integer one of two processors.")  # noqa: RUF009
     most_loss: float | None = _field(
         None,
         "Maximum growth of the perplexity by integer prefill, as measured when the bundle was calibrated; "
-        f"inf for any.  [default: {MAX_PREFILL_LOSS:.0%}]",
+        f"inf for any.  [default: {MOST_LOSS:.0%}]",
         "--max-prefill-loss",
         type=Share(most=float("inf"), allow_inf=True),
     )
@@ -135,7 +134,12 @@ class ModelChoice:
         options = EngineOptions(
             context_tokens=self.context_tokens,
             memory_bytes=self.memory,
-            prefill=self._prefill_options(),
+            prefill=PrefillOptions(
+                mode=self.prefill or "",
+                processors=self.processors,
+                integer_device=self.integer_device,
+                most_loss=MOST_LOSS if self.most_loss is None else self.most_loss,
+            ),
             experts=ExpertOptions(loss=self.expert_loss),
             prompt_rows=images,
         )
@@ -157,14 +161,6 @@ class ModelChoice:
         from jaxllm.serving.ground.options import EngineOptions
 
         return self._open(model, EngineOptions(context_tokens=self.context_tokens), progress, warm_up=False)
-
-    def _prefill_options(self) -> "PrefillOptions":
-        from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
-
-        loss: dict[str, Any] = {} if self.most_loss is None else {"most_loss": self.most_loss}
-        return PrefillOptions(
-            mode=self.prefill or "", processors=self.processors, integer_device=self.integer_device, **loss
-        )
 
     def _open(
         self, model: Path | None, options: "EngineOptions", progress: Progress, **more: Any
@@ -206,10 +202,8 @@ def speculation(draft: str | None) -> "SpeculationOptions | None":
     if draft == "none":
         return None
     name, _, level = draft.partition(":")
-    if draft == "ngram":
-        return SpeculationOptions(drafter="ngram")
-    if draft == "nested":
-        return SpeculationOptions(drafter="nested")
+    if draft in ("ngram", "nested"):
+        return SpeculationOptions(drafter=draft)
     if name in ("level", "nested"):
         if not level.removesuffix("%").isdecimal():
             raise ConfigError(f"--draft {name}: takes a percentage, such as {name}:30, got {draft!r:.80}")

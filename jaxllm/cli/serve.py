@@ -2,14 +2,13 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from jaxllm.cli.lazy import EngineCommand
-from jaxllm.cli.shared_options import path_option
+from jaxllm.cli.shared_options import named_folders_option, path_option
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
 
@@ -54,10 +53,8 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     help="Attend to stored chunks of contexts in place, without a copy in a cache: faster switches and less "
     "memory; requires resident weights.",
 )
-@click.option(
+@named_folders_option(
     "--adapter",
-    multiple=True,
-    metavar="NAME=FOLDER",
     help="A low-rank adapter that calls may name, a folder in PEFT's layout. Repeatable.",
 )
 @path_option(
@@ -94,7 +91,7 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     help="Options in TOML; the command line overrides them. SIGHUP reloads limits, objectives and "
     "context_budget.",
 )
-def serve_command(config: Path | None, adapter: tuple[str, ...], **given: Any) -> None:
+def serve_command(config: Path | None, adapter: dict[str, Path], **given: Any) -> None:
     """Serve a model to the apps of this device.
 
     It speaks OpenAI's, Anthropic's and Ollama's protocols. SIGTERM and Ctrl-C wait for running answers; a
@@ -104,13 +101,14 @@ def serve_command(config: Path | None, adapter: tuple[str, ...], **given: Any) -
     Example:
       jaxllm serve --http 127.0.0.1:8080
     """
-    _require_packages()
+    for package in _PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"the service needs the package {package}; run `pip install 'jaxllm[serve]'`")
     from jaxllm.cli.model_choice import speculation
     from jaxllm.serving.server.daemon import run
     from jaxllm.serving.server.opening import open_service
 
-    if adapter:
-        given["adapter"] = _named_folders(adapter)
+    given["adapter"] = adapter or None
     options = _options(config, {name: value for name, value in given.items() if value is not None})
     drafts = speculation(options.draft)
     run(options, lambda: open_service(options, drafts), config=config)
@@ -121,21 +119,3 @@ def _options(config: Path | None, given: dict[str, Any]) -> "ServerOptions":
 
     options = ServerOptions() if config is None else read_options(config)
     return dataclasses.replace(options, **given)
-
-
-def _named_folders(texts: Sequence[str]) -> dict[str, Path]:
-    found: dict[str, Path] = {}
-    for text in texts:
-        name, equals, folder = text.partition("=")
-        if not equals or not folder:
-            raise ConfigError(f"--adapter takes NAME=FOLDER, got {text!r:.80}")
-        if name in found:
-            raise ConfigError(f"the adapter {name!r:.80} is named twice")
-        found[name] = Path(folder)
-    return found
-
-
-def _require_packages() -> None:
-    for name in _PACKAGES:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"the service needs the package {name}; run `pip install 'jaxllm[serve]'`")

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxllm.cli.model_choice import PREFILL_MODES, ModelChoice
+from jaxllm.cli.model_choice import ModelChoice
 from jaxllm.errors import ConfigError
 from jaxllm.options import Command, click_option, click_options, combined
+from jaxllm.serving.ground.int8_prefill_options import MODES
 
 if TYPE_CHECKING:
     from jaxllm.serving.engine.request import GenerationConfig
@@ -34,9 +35,25 @@ def path_argument(name: str, **how: Any) -> Callable[[Command], Command]:
     return click.argument(name, type=PATH, **how)
 
 
+def named_folders_option(*names: str, **how: Any) -> Callable[[Command], Command]:
+    """`click.option` of NAME=DIR, repeatable; its value is a dict of paths by name."""
+
+    def read(context: click.Context, parameter: click.Parameter, texts: tuple[str, ...]) -> dict[str, Path]:
+        found: dict[str, Path] = {}
+        for text in texts:
+            name, equals, folder = text.partition("=")
+            if not (name and equals and folder) or name in found:
+                wrong = f"write NAME=DIR, each name once, got {text!r:.80}"
+                raise click.BadParameter(wrong, context, parameter)
+            found[name] = Path(folder)
+        return found
+
+    return click.option(*names, multiple=True, metavar="NAME=DIR", callback=read, **how)
+
+
 def prefill_option(text: str) -> Callable[[Command], Command]:
     """--prefill, with a command's help text."""
-    return click.option("--prefill", type=click.Choice(PREFILL_MODES), help=text)
+    return click.option("--prefill", type=click.Choice(MODES), help=text)
 
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -27,14 +27,20 @@ from jaxllm.cli.training_options import (
     tokenizer_option,
     weights_option,
 )
-from jaxllm.option_types import Levels, Share
+from jaxllm.option_types import Levels
+from jaxllm.options import click_options
+from jaxllm.training.settings import LevelSettings
 
 if TYPE_CHECKING:
     from jaxllm.formats import WeightFormat
     from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
     from jaxllm.training.loop.parallel import MeshShape
+    from jaxllm.training.loop.run_files import Run
 
 _SOURCES = ("texts", "chats", "skip_bad", "pairs", "prefix")
+# Options of a run that its fields have the names of.
+_REPORTS = ("tensorboard", "profile")
+_LEVEL_SETTINGS = ("recovery", "order", "units", "whole_kl_nats", "anchor_share")
 _FROM_RECIPE = "  [default: the recipe's]"
 
 
@@ -50,7 +56,7 @@ _FROM_RECIPE = "  [default: the recipe's]"
 )
 @path_option(
     "--valid-text",
-    "valid_paths",
+    "valid",
     multiple=True,
     help="A text file to report the final loss on, never trained on. Repeatable.",
 )
@@ -75,48 +81,34 @@ def pretrain_command(run_dir: Path, recipe_name: str, data: Path | None, **optio
       jaxllm pretrain --recipe translate --data DIR --run runs/translate
     """
     # Imported here, so that --help and usage errors do not wait for JAX and orbax.
-    from jaxllm.training.loop.monitoring import Monitoring
-    from jaxllm.training.loop.run_files import keep_checkpoints_at
-    from jaxllm.training.pretrain.run import (
-        PretrainRecipe,
-        PretrainTexts,
-        dry_run_pretrain,
-        pretrain,
-        train_on,
-    )
+    from jaxllm.training.lora.run import train_on
+    from jaxllm.training.pretrain.run import PretrainRecipe, dry_run_pretrain, pretrain
     from jaxllm.training.seq2seq.job import Seq2SeqRecipe
     from jaxllm.training.seq2seq.run import train_seq2seq
     from jaxllm.training.settings import load_recipe
 
     recipe = changed(load_recipe(recipe_name, PretrainRecipe, Seq2SeqRecipe), options, *LOOP_SETTINGS)
     shape, device = _begin(options), options.pop("dry_run")
-    monitoring = Monitoring(**{name: options.pop(name) for name in ("tensorboard", "profile")})
-    checkpoints = options.pop("checkpoints")
     if isinstance(recipe, Seq2SeqRecipe):
+        reports = {name: options.pop(name) for name in (*_REPORTS, "checkpoints")}
         shared = {name: options.pop(name) for name in ("tokenizer", "teacher")}
         _require_none(f"the recipe {recipe_name} of an encoder-decoder", **options, dry_run=device)
-        keep_checkpoints_at(run_dir, checkpoints)
-        click.echo(
-            train_seq2seq(recipe, run_dir, data=data, mesh_shape=shape, monitoring=monitoring, **shared)
-        )
+        click.echo(train_seq2seq(recipe, _run(run_dir, reports, data=data, mesh_shape=shape), **shared))
         return
     model = options.pop("model")
     if device:
         click.echo(json.dumps(dry_run_pretrain(recipe, model, mesh_shape=shape, device=device)))
         return
-    keep_checkpoints_at(run_dir, checkpoints)
-    texts, chats, skip_bad, valid = (
-        options.pop(name) for name in ("texts", "chats", "skip_bad", "valid_paths")
-    )
+    run = _run(run_dir, options, data=data, mesh_shape=shape)
+    texts, chats, skip_bad = (options.pop(name) for name in ("texts", "chats", "skip_bad"))
     if model is not None or chats:
         sources = given_sources(texts, chats, skip_bad)
         recipe, texts = dataclasses.replace(recipe, sources=sources or recipe.sources), ()
     if model is not None:
-        _require_none("--init-from", **options, valid_text=valid)
-        click.echo(train_on(recipe, model, run_dir, data=data, mesh_shape=shape, monitoring=monitoring))
+        _require_none("--init-from", **options)
+        click.echo(train_on(recipe, model, run))
         return
-    texts = PretrainTexts(data, texts, valid)
-    click.echo(pretrain(recipe, run_dir, texts=texts, mesh_shape=shape, monitoring=monitoring, **options))
+    click.echo(pretrain(recipe, run, texts=texts, **options))
 
 
 @click.command("lora")
@@ -152,8 +144,6 @@ def lora_command(
       jaxllm lora runs/translate/hf --pairs mine.de mine.en --run runs/mine
     """
     # Imported here, so that --help and usage errors do not wait for JAX and orbax.
-    from jaxllm.training.loop.monitoring import Monitoring
-    from jaxllm.training.loop.run_files import keep_checkpoints_at
     from jaxllm.training.lora.run import LoraRecipe, dry_run_lora, train_lora
 
     recipe = changed(LoraRecipe.load(recipe_name), options, *LOOP_SETTINGS)
@@ -161,18 +151,13 @@ def lora_command(
     recipe = dataclasses.replace(
         recipe, lora=changed(recipe.lora, options, "rank", "alpha"), sources=sources or recipe.sources
     )
-    shape, checkpoints = _begin(options), options.pop("checkpoints")
+    shape = _begin(options)
     if device := options.pop("dry_run"):
         facts = dry_run_lora(recipe, model, weights=weights, mesh_shape=shape, device=device)
         click.echo(json.dumps(facts))
         return
-    keep_checkpoints_at(run_dir, checkpoints)
-    monitoring = Monitoring(**options)
-    click.echo(
-        train_lora(
-            recipe, model, run_dir, data=data, weights=weights, mesh_shape=shape, monitoring=monitoring
-        )
-    )
+    run = _run(run_dir, options, data=data, mesh_shape=shape)
+    click.echo(train_lora(recipe, model, run, weights=weights))
 
 
 @click.command("elasticize")
@@ -184,36 +169,7 @@ def lora_command(
 @pairs_options("learn from", several=True)
 @weights_option("the bundle's matrices")
 @click.option("--levels", type=Levels(), help=f"Levels to make, ascending.{_FROM_RECIPE}")
-@click.option(
-    "--recovery",
-    type=click.Choice(["lora", "joint", "none"]),
-    help="Train an adapter for each level (as in the recipe `adapters`), all levels' weights jointly, or "
-    f"neither.{_FROM_RECIPE}",
-)
-@click.option(
-    "--order",
-    type=click.Choice(["importance", "magnitude", "random"]),
-    help=f"Order units by their importance to the loss; magnitude and random are baselines.{_FROM_RECIPE}",
-)
-@click.option(
-    "--units",
-    type=click.Choice(["equal", "global"]),
-    help="Choose a level's units as an equal share of each layer, or across layers by importance per "
-    f"parameter.{_FROM_RECIPE}",
-)
-@click.option(
-    "--whole-kl",
-    "whole_kl_nats",
-    type=click.FloatRange(min=0),
-    metavar="NATS",
-    help="With --recovery joint, maximum divergence of the whole model's next-token distribution from the "
-    f"original one, on held-out text; 0 sets no bound.{_FROM_RECIPE}",
-)
-@click.option(
-    "--anchor-share",
-    type=Share(),
-    help=f"Layers to keep whole at every level, the most important ones.{_FROM_RECIPE}",
-)
+@click_options(LevelSettings, *_LEVEL_SETTINGS, default="the recipe's")
 @loop_options
 @click.option(
     "--tiny-lm",
@@ -261,27 +217,17 @@ def elasticize_command(
     from jaxllm.training.calibration import BundleOutput
     from jaxllm.training.elastic.job import ElasticRecipe
     from jaxllm.training.elastic.run import dry_run_elastic, elasticize
-    from jaxllm.training.loop.monitoring import Monitoring
-    from jaxllm.training.loop.run_files import keep_checkpoints_at
 
     options["sources"] = given_sources(*(options.pop(each) for each in _SOURCES)) or None
-    own = ("levels", "recovery", "order", "units", "whole_kl_nats", "anchor_share", "sources")
+    own = ("levels", "sources", *_LEVEL_SETTINGS)
     recipe = changed(ElasticRecipe.load(recipe_name), options, *LOOP_SETTINGS, *own)
-    shape, checkpoints = _begin(options), options.pop("checkpoints")
+    shape = _begin(options)
     if device := options.pop("dry_run"):
         click.echo(json.dumps(dry_run_elastic(recipe, model, mesh_shape=shape, device=device)))
         return
-    keep_checkpoints_at(run_dir, checkpoints)
-    facts = elasticize(
-        recipe,
-        model,
-        BundleOutput(output, weights, name),
-        run_dir,
-        data=data,
-        tiny_lm=_tiny_lm(options.pop("tlm_name"), options.pop("encoder"), options.pop("questions")),
-        mesh_shape=shape,
-        monitoring=Monitoring(**options),
-    )
+    run = _run(run_dir, options, data=data, mesh_shape=shape)
+    tiny_lm = _tiny_lm(*(options.pop(each) for each in ("tlm_name", "encoder", "questions")))
+    facts = elasticize(recipe, model, BundleOutput(output, weights, name), run, tiny_lm=tiny_lm)
     click.echo(json.dumps({"bundle": str(output), **facts}))
 
 
@@ -294,6 +240,14 @@ def _begin(options: dict[str, Any]) -> "MeshShape":
     start_process_group(*(options.pop(name) for name in ("coordinator", "processes", "process")))
     keep_compilations()
     return shape
+
+
+def _run(folder: Path, options: dict[str, Any], **more: Any) -> "Run":
+    """The run given by the options, whose checkpoints are stored where --checkpoints says."""
+    from jaxllm.training.loop.run_files import Run, keep_checkpoints_at
+
+    keep_checkpoints_at(folder, options.pop("checkpoints"))
+    return Run(folder=folder, **{name: options.pop(name) for name in _REPORTS if name in options}, **more)
 
 
 def _tiny_lm(name: str, encoder: Path | None, questions: tuple[Path, ...]) -> "TinyLmRun | None":
@@ -310,7 +264,7 @@ def _tiny_lm(name: str, encoder: Path | None, questions: tuple[Path, ...]) -> "T
 
 def _require_none(place: str, **options: Any) -> None:
     """Rejects options that are incompatible with `place`."""
-    names = {"texts": "text", "chats": "chat", "model": "init-from", "valid_paths": "valid-text"}
+    names = {"texts": "text", "chats": "chat", "model": "init-from", "valid": "valid-text"}
     for name, value in options.items():
         if value:
             flag = names.get(name, name.replace("_", "-"))

@@ -57,14 +57,6 @@ run_option = path_option(
     metavar="RUN",
     help="The run's folder, made if missing. The same command on the same folder resumes.",
 )
-checkpoints_option = click.option(
-    "--checkpoints",
-    metavar="URL",
-    help="Store checkpoints at gs://bucket/path or s3://bucket/path instead of in RUN.",
-)
-data_option = path_option(
-    "--data", type=_LocalPath(), metavar="DIR", help="The folder of the recipe's sources."
-)
 name_option = click.option(
     "--name", default="", metavar="NAME", help="The model's display name.  [default: the folder's own]"
 )
@@ -76,26 +68,6 @@ teacher_option = path_option(
 tensorboard_option = click.option(
     "--tensorboard", is_flag=True, help="Also write TensorBoard events into RUN/tensorboard."
 )
-
-
-profile_option = click.option(
-    "--profile",
-    type=_LocalPath(),
-    metavar="DIR",
-    help="Trace steps 3 to 5 with JAX's profiler into DIR, for xprof or TensorBoard.",
-)
-
-
-def recipe_option(default: str) -> Callable[[Command], Command]:
-    """--recipe: parameter `recipe_name`."""
-    return click.option(
-        "--recipe",
-        "recipe_name",
-        default=default,
-        show_default=True,
-        metavar="RECIPE",
-        help="A recipe's name, or a .toml file.",
-    )
 
 
 def text_option(use: str, default: str) -> Callable[[Command], Command]:
@@ -244,16 +216,6 @@ def one_device_option(reason: str) -> Callable[[Command], Command]:
     )
 
 
-process_options = combined(
-    click.option(
-        "--coordinator",
-        metavar="HOST:PORT",
-        help="Address of the first process of several that train together.  [default: that of SLURM, Open "
-        "MPI or a TPU's host; without any this process trains alone]",
-    ),
-    click.option("--processes", type=click.IntRange(min=1), metavar="N", help="Number of these processes."),
-    click.option("--process", type=click.IntRange(min=0), metavar="N", help="Index of this process, from 0."),
-)
 dry_run_option = click.option(
     "--dry-run",
     "dry_run",
@@ -265,12 +227,45 @@ dry_run_option = click.option(
 
 
 # Of every training: where it runs, and what is traced of it.
-machine_options = combined(profile_option, dry_run_option, device_options(), process_options)
+machine_options = combined(
+    click.option(
+        "--profile",
+        type=_LocalPath(),
+        metavar="DIR",
+        help="Trace steps 3 to 5 with JAX's profiler into DIR, for xprof or TensorBoard.",
+    ),
+    dry_run_option,
+    device_options(),
+    click.option(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="Address of the first process of several that train together.  [default: that of SLURM, Open "
+        "MPI or a TPU's host; without any this process trains alone]",
+    ),
+    click.option("--processes", type=click.IntRange(min=1), metavar="N", help="Number of these processes."),
+    click.option("--process", type=click.IntRange(min=0), metavar="N", help="Index of this process, from 0."),
+)
 
 
 def run_options(recipe: str) -> Callable[[Command], Command]:
-    """Options of the run's folder, its recipe and data; `recipe` is the default."""
-    return combined(run_option, checkpoints_option, recipe_option(recipe), data_option)
+    """Options of the run's folder, its recipe (parameter `recipe_name`) and data; `recipe` is the default."""
+    return combined(
+        run_option,
+        click.option(
+            "--checkpoints",
+            metavar="URL",
+            help="Store checkpoints at gs://bucket/path or s3://bucket/path instead of in RUN.",
+        ),
+        click.option(
+            "--recipe",
+            "recipe_name",
+            default=recipe,
+            show_default=True,
+            metavar="RECIPE",
+            help="A recipe's name, or a .toml file.",
+        ),
+        path_option("--data", type=_LocalPath(), metavar="DIR", help="The folder of the recipe's sources."),
+    )
 
 
 def set_devices(devices: int | None) -> None:
@@ -279,7 +274,8 @@ def set_devices(devices: int | None) -> None:
 
     from jaxllm.kernels import native
 
-    cores = _cores()
+    # In a container or under taskset a process may use fewer cores than the machine has.
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jax.config.update("jax_num_cpu_devices", devices or cores)
     # Each CPU device computes in a stream: together they should keep every core busy, and no more.
     native.set_threads(max(1, cores // (devices or cores)))
@@ -301,8 +297,3 @@ def keep_compilations() -> None:
     if jax.default_backend() != "cpu" and jax.config.values["jax_compilation_cache_dir"] is None:
         folder = os.environ.get("JAXLLM_CACHE") or platformdirs.user_cache_dir("jaxllm")
         jax.config.update("jax_compilation_cache_dir", str(Path(folder) / "steps"))
-
-
-def _cores() -> int:
-    # In a container or under taskset a process may use fewer cores than the machine has.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -36,7 +36,6 @@ _log = logging.getLogger(__name__)
 # A smaller text is as soon checked.
 _MIN_TEXT_BYTES = 1 << 20
 _ORDINARY, _UNKNOWN = b"ordinary", b"unknown"
-_log = logging.getLogger(__name__)
 
 
 def open_model(

@@ -10,7 +10,6 @@ from jaxllm.options import check_options, option
 Mode = Literal["", "float", "int8", "auto"]
 MODES: tuple[Mode, ...] = ("float", "int8", "auto")
 IntegerDevice = Literal["cpu", "gpu"]
-INTEGER_DEVICES: tuple[IntegerDevice, ...] = ("cpu", "gpu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

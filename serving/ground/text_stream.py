@@ -9,9 +9,12 @@ few already shown tokens together with the new ones, and shows the text that the
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from jaxllm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxllm.text.tokenizer import Tokenizer
 
 MAX_STOPS = 16
 # Maximum number of tokens that end an answer; buckets accept one row of them.
@@ -30,14 +33,6 @@ _WINDOW_TOKENS = 16
 _KEPT_TOKENS = 8
 
 
-class Decoder(Protocol):
-    """The part of `jaxllm.text.tokenizer.Tokenizer` that streaming needs."""
-
-    def decode(self, ids: Sequence[int], /) -> str:
-        """The text of `ids` without special tokens."""
-        ...
-
-
 class Detokenizer:
     """Turns the ids of one answer into pieces of text.
 
@@ -46,7 +41,7 @@ class Detokenizer:
     text become U+FFFD; at most three of them are withheld.
     """
 
-    def __init__(self, tokenizer: Decoder) -> None:
+    def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
         self._reset()
 
@@ -181,7 +176,7 @@ class TextStream:
       ConfigError: as `StopMatcher`.
     """
 
-    def __init__(self, tokenizer: Decoder, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str] = ()) -> None:
         self._detokenizer = Detokenizer(tokenizer)
         self._matcher = StopMatcher(stops)
         self.consumed_tokens = 0

@@ -27,8 +27,8 @@ from jaxllm.prepare import prepare
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.opening.engine import Engine
-from jaxllm.training.seq2seq.pairs import TextPairs, pair_tokenizer
-from jaxllm.training.seq2seq.run import write_seq2seq
+from jaxllm.training.seq2seq.pairs import TextPairs
+from jaxllm.training.seq2seq.run import pair_tokenizer, write_seq2seq
 from tests import tiny_encdec
 from tests.serving.experts.conftest import CFG, drawn_params
 from tests.serving.test_streamed_encoder_decoders import SWITCH

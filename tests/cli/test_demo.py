@@ -7,7 +7,7 @@ import pytest
 
 import jaxllm.serving.ground.bundles
 from jaxllm.cli import demo
-from jaxllm.cli.demo import STORY, TRANSLATED, TRANSLATOR, demo_prompts
+from jaxllm.cli.demo import STORY, TRANSLATOR, demo_prompts
 from jaxllm.models.parameters import parameter_count
 from jaxllm.tasks import TASKS
 from tests.cli.outcome import Run, answer, succeeded
@@ -25,22 +25,20 @@ def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_prompts() -> None:
     prompts = demo_prompts()
-    tasks = [prompt.task for prompt in prompts]
-    assert [tasks.count(task) for task in dict.fromkeys(tasks)] == [3] * 7
-    assert set(tasks) - set(TASKS) == {STORY}
-    for prompt in prompts:
-        # Whatever can be judged has a right answer among several.
-        assert prompt.judged == bool(prompt.example.options)
-        assert prompt.judged == (prompt.task != STORY and TASKS[prompt.task].score == "accuracy")
-        assert bool(prompt.example.answer) == (prompt.task != STORY)
-    assert {prompt.example.answer for prompt in prompts if prompt.task == "ui-step"} == {
-        "tap Settings", "type in Search notes", "finish",
-    }  # fmt: skip
+    assert [len(examples) for examples in prompts.values()] == [3] * 7
+    assert set(prompts) - set(TASKS) == {STORY}
+    for task, examples in prompts.items():
+        for example in examples:
+            # Whatever can be judged has a right answer among several.
+            assert bool(example.options) == (task != STORY and TASKS[task].score == "accuracy")
+            assert bool(example.answer) == (task != STORY)
+    answers = {example.answer for example in prompts["ui-step"]}
+    assert answers == {"tap Settings", "type in Search notes", "finish"}
 
 
 @pytest.mark.slow
 def test_prompts_are_from_no_data_set(data_dir: Path) -> None:
-    texts = {each.example.user for each in demo_prompts()}
+    texts = {each.user for examples in demo_prompts().values() for each in examples}
     for name in ("sentiment", "news", "emotion", "ui-step", "api-choice", "shorten"):
         for split in ("train", "valid"):
             assert not texts & {each.user for each in TASKS[name].read(data_dir, split)}
@@ -72,5 +70,5 @@ def test_translations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_bundle(tmp_path / f"{TRANSLATOR}.jaxllm", cfg=cfg)
     monkeypatch.setattr(jaxllm.serving.ground.bundles, "_assets", lambda: tmp_path)
     answers = demo._translations(3, aloud=True)
-    assert [each["prompt"] for each in answers] == list(TRANSLATED)
+    assert [each["prompt"] for each in answers] == demo._data()[TRANSLATOR]
     assert all(0 < each["completion_tokens"] <= 3 for each in answers)

@@ -1,10 +1,13 @@
-"""`jaxllm generate`: what it answers, and where it writes it."""
+"""`jaxllm generate`: the model it chooses, what it answers, and where it writes it."""
 
 import dataclasses
 from pathlib import Path
 
 import pytest
 
+from jaxllm.cli.model_choice import ModelChoice, speculation
+from jaxllm.errors import ConfigError
+from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.text.tokenizer import Tokenizer
 from tests import tiny_encdec
 from tests.cli.outcome import CFG, PARAMS, WINDOW, Run, answer, failed, succeeded
@@ -123,3 +126,17 @@ def test_a_folder_and_its_bundle_say_the_same(run: Run, home: Path, tmp_path: Pa
     assert out.startswith(f"{made}: folder, f32 weights, 0.4 MB")
     assert answer(run(*base, "-m", made))["text"] == direct
     assert answer(run(*base, "-m", home / "tiny.jaxllm"))["text"] == direct
+
+
+def test_drafts_by_name():
+    assert speculation("none") is None
+    assert speculation("ngram") == SpeculationOptions(drafter="ngram")
+    assert speculation("nested") == SpeculationOptions(drafter="nested")
+    assert speculation("nested:50") == SpeculationOptions(drafter="nested", level=50)
+    assert speculation("level:30%") == SpeculationOptions(drafter="level", level=30)
+    assert speculation("draft") == SpeculationOptions(model="draft")
+    # Without a name a model drafts by itself; commands that answer nothing have no drafts.
+    assert speculation(None) == speculation("") == SpeculationOptions.by_itself()
+    assert speculation(ModelChoice().draft) is None
+    with pytest.raises(ConfigError, match="takes a percentage"):
+        speculation("nested:half")

@@ -7,13 +7,11 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import get_args
 
 import click
 import pytest
 
 from jaxllm.cli.main import COMMANDS, SECTIONS, cli, main
-from jaxllm.options import declaration
 from tests.cli.outcome import Run, succeeded
 
 
@@ -81,33 +79,24 @@ def test_values_are_those_of_the_modules_that_define_them() -> None:
     """Command modules write them out, since they import none of these."""
     from benchmarks import trace_command as trace
     from benchmarks.traces import ANSWER_TOKENS
-    from jaxllm.cli import calibrate, model_choice, profile
     from jaxllm.cli import export as export_options
+    from jaxllm.cli import profile
     from jaxllm.cli import shared_options as options
     from jaxllm.contexts.codecs import CODECS
     from jaxllm.export.contents import CONTENTS
     from jaxllm.export.stablehlo import DTYPES, PLATFORMS
     from jaxllm.int8_prefill import fitting
-    from jaxllm.int8_prefill.recipe import MOST_LOSS
     from jaxllm.serving.elastic.profiling import REPEATS
     from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS
-    from jaxllm.serving.ground.int8_prefill_options import INTEGER_DEVICES, MODES, PrefillOptions
     from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS
     from jaxllm.training import calibration
-    from jaxllm.training.experts.expert_widths import MEASURES
 
-    assert model_choice.PREFILL_MODES == MODES
-    assert get_args(declaration(model_choice.ModelChoice, "integer_device")[0]) == INTEGER_DEVICES
     assert options.MAX_TOKENS == DEFAULT_MAX_TOKENS
-    assert PrefillOptions().most_loss == model_choice.MAX_PREFILL_LOSS
     assert (profile.REPEATS, trace.ANSWER_TOKENS) == (REPEATS, ANSWER_TOKENS)
     assert export_options.PLATFORMS == PLATFORMS
     assert CONTENTS["stablehlo"].precisions == tuple(DTYPES)
     assert export_options.CHUNK_TOKENS == CPU_CHUNK_TOKENS
     assert tuple(CODECS) == export_options.CODECS
-    assert calibrate.MAX_PREFILL_LOSS == MOST_LOSS
-    assert calibration.WidthTarget().most_loss == calibrate.MAX_EXPERT_LOSS
-    assert calibrate.MEASURES == MEASURES
     assert fitting.LEAST_TOKENS == calibration.LEAST_TOKENS
     assert calibration.ExpertWidthsRecipe().tokens == calibration.PairWidthsRecipe().tokens
 

@@ -14,7 +14,6 @@ from jaxllm.cli.main import cli
 from jaxllm.cli.training_options import keep_compilations
 from jaxllm.errors import ConfigError
 from jaxllm.training.calibration import BundleOutput, WidthTarget
-from jaxllm.training.pretrain.run import PretrainTexts
 
 MODULES = dict.fromkeys(("pretrain", "lora", "elasticize"), "train") | {"export": "training_options"}
 RUNS = {
@@ -66,15 +65,16 @@ def refused(words: str, message: str) -> None:
 def test_calibrate_experts(called: Called) -> None:
     words = "mixture -o out --run run"
     seen = called("calibrate experts", words)
-    recipe, *paths = seen["arguments"]
-    assert (recipe.tokens, paths) == (8192, [Path("mixture"), BundleOutput(Path("out")), Path("run")])
+    recipe, *paths, run = seen["arguments"]
+    assert (recipe.tokens, paths) == (8192, [Path("mixture"), BundleOutput(Path("out"))])
+    assert (run.folder, run.mesh_shape.data) == (Path("run"), 1)
     assert (seen["target"], seen.get("texts", ())) == (WidthTarget(), ())
     assert json.loads(seen["said"]) == {"bundle": "out", "loss": 0.5}
     more = "--max-loss 10% --expert-bits 4 --tokens 4096 --text a"
     seen = called("calibrate experts", f"{words} {more}")
     assert (seen["target"], seen["texts"]) == (WidthTarget(most_loss=0.1, uniform=4), (Path("a"),))
     # Without --cpu-devices the devices that there are are left as they are.
-    assert (seen["arguments"][0].tokens, "devices" in seen, seen["mesh_shape"].data) == (4096, False, 1)
+    assert (seen["arguments"][0].tokens, "devices" in seen) == (4096, False)
     seen = called("calibrate experts", f"{words} --mesh data=3,fsdp=2 --cpu-devices 6")
     assert (seen["arguments"][0].batch, seen["devices"]) == (6, 6)
 
@@ -82,7 +82,7 @@ def test_calibrate_experts(called: Called) -> None:
 @pytest.mark.parametrize("name", ["prefill", "contexts", "nested"])
 def test_calibrations_of_one_device_refuse_a_mesh(called: Called, name: str) -> None:
     recipe, *paths = called(f"calibrate {name}", "model -o out --mesh data=1,fsdp=1")["arguments"]
-    assert (recipe, paths) == (type(recipe)(), [Path("model"), Path("out")])
+    assert (recipe, paths) == (type(recipe)(), [Path("model"), BundleOutput(Path("out"))])
     with pytest.raises(ConfigError, match=f"calibrate {name} runs on one device, not on --mesh fsdp=8"):
         called(f"calibrate {name}", "model -o out --mesh fsdp=8")
 
@@ -91,16 +91,16 @@ def test_calibrate_prefill(called: Called) -> None:
     seen = called("calibrate prefill", "model -o out --max-loss 0.02 --weight-scales tensor")
     recipe, *paths = seen["arguments"]
     assert (recipe.tokens, recipe.weight_scales) == (8192, "tensor")
-    assert (paths, seen["most_loss"]) == ([Path("model"), Path("out")], 0.02)
+    assert (paths, seen["most_loss"]) == ([Path("model"), BundleOutput(Path("out"))], 0.02)
 
 
 def test_pretrain(called: Called) -> None:
     words = "--run run --recipe smoke --steps 7 --text a --valid-text b"
     seen = called("pretrain", f"{words} --mesh data=1 --cpu-devices 3")
-    recipe, run_dir = seen["arguments"]
-    assert (recipe.steps, recipe.remat, run_dir) == (7, "none", Path("run"))
-    assert seen["texts"] == PretrainTexts(None, (Path("a"),), (Path("b"),))
-    assert (seen["mesh_shape"].data, seen["devices"], seen["monitoring"].tensorboard) == (1, 3, False)
+    recipe, run = seen["arguments"]
+    assert (recipe.steps, recipe.remat, run.folder) == (7, "none", Path("run"))
+    assert (seen["texts"], seen["valid"]) == ((Path("a"),), (Path("b"),))
+    assert (run.mesh_shape.data, seen["devices"], run.tensorboard) == (1, 3, False)
     assert called("pretrain", f"{words} --remat dots")["arguments"][0].remat == "dots"
 
 
@@ -108,31 +108,39 @@ def test_pretrain_on_pairs(called: Called) -> None:
     begin, words = "pretrain --recipe translate-draft", "--run run --data data --teacher hf"
     seen = called(begin, f"{words} --steps 7 --mesh data=2 --profile p")
     recipe, run = seen["arguments"]
-    assert (seen["monitoring"].tensorboard, seen["monitoring"].profile) == (False, Path("p"))
-    assert (recipe.steps, recipe.cfg.hidden_size, run) == (7, 128, Path("run"))
-    assert (seen["data"], seen["teacher"], seen["tokenizer"]) == (Path("data"), Path("hf"), None)
-    assert seen["mesh_shape"].data == 2
+    assert (run.folder, run.data, run.tensorboard, run.profile) == (
+        Path("run"),
+        Path("data"),
+        False,
+        Path("p"),
+    )
+    assert (recipe.steps, recipe.cfg.hidden_size, run.mesh_shape.data) == (7, 128, 2)
+    assert (seen["teacher"], seen["tokenizer"]) == (Path("hf"), None)
     refused(f"{begin} {words} --text a.txt", "does not go with --text")
 
 
 def test_lora(called: Called) -> None:
     words = "model --run run --rank 3 --alpha 6 --weights int4"
     seen = called("lora", words)
-    assert (seen["monitoring"].profile, seen["arguments"][0].evaluation_batches) == (None, 256)
-    recipe, *paths = seen["arguments"]
+    recipe, model, run = seen["arguments"]
     assert (recipe.lora.rank, recipe.lora.alpha, seen["weights"]) == (3, 6, "int4")
-    assert paths == [Path("model"), Path("run")]
-    seen = called("lora", f"{words} --profile traces --eval-batches 0")
-    assert (seen["monitoring"].profile, seen["arguments"][0].evaluation_batches) == (Path("traces"), 0)
+    assert (model, run.folder, run.profile) == (Path("model"), Path("run"), None)
+    assert recipe.evaluation_batches == 256
+    recipe, _, run = called("lora", f"{words} --profile traces --eval-batches 0")["arguments"]
+    assert (run.profile, recipe.evaluation_batches) == (Path("traces"), 0)
 
 
 def test_elasticize(called: Called) -> None:
     words = "model -o out --run run --levels 40,100% --anchor-share 10%"
-    seen = called("elasticize", f"{words} --text a --tiny-lm none")
-    recipe, *paths = seen["arguments"]
+    more = "--recovery none --order magnitude --weights int8 --name mini"
+    seen = called("elasticize", f"{words} {more} --text a --tiny-lm none")
+    recipe, *paths, run = seen["arguments"]
+    assert (recipe.recovery, recipe.order, recipe.units) == ("none", "magnitude", "equal")
+    assert json.loads(seen["said"]) == {"bundle": "out", "loss": 0.5}
     assert (recipe.levels, recipe.anchor_share) == ((40, 100), 0.1)
     assert [source.text for source in recipe.sources] == [str(Path("a").absolute())]
-    assert (paths, seen["tiny_lm"]) == ([Path("model"), BundleOutput(Path("out")), Path("run")], None)
+    assert (paths, run.folder) == ([Path("model"), BundleOutput(Path("out"), "int8", "mini")], Path("run"))
+    assert seen["tiny_lm"] is None
     asked = called("elasticize", f"{words} --questions a.jsonl --questions b.jsonl")["tiny_lm"].recipe
     assert asked.tasks == tuple(str(Path(each).absolute()) for each in ("a.jsonl", "b.jsonl"))
     assert called("elasticize", words)["tiny_lm"].recipe.levels == tuple(range(20, 101, 10))

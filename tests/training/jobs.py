@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxllm.training.data.corpus import TokenizedDocuments
-from jaxllm.training.data.packing import PackedBatches, evaluation_batches
+from jaxllm.training.data.rows import PackedBatches, evaluation_batches
 from jaxllm.training.loop import trainer as loop
 from jaxllm.training.loop.parallel import MeshShape, make_mesh
 from jaxllm.training.pretrain.run import PretrainRecipe, pretrain_job

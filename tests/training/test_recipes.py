@@ -6,7 +6,6 @@ import os
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.training.data.sources import Source
 from jaxllm.training.elastic.job import ElasticRecipe
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
 from jaxllm.training.lora.run import LoraRecipe
@@ -50,7 +49,7 @@ SMOKE, MOOD, SMALL, ADAPTERS = (
     PretrainRecipe.load("smoke"), LoraRecipe.load("mood"), TinyLmRecipe.load("small"),
     ElasticRecipe.load("adapters"),
 )  # fmt: skip
-PAIRS, SIDES = tiny_recipe(), {"name": "a", "prefix": "a:", "source": "a"}
+PAIRS, SIDES = tiny_recipe(), {"label": "a", "prefix": "a:"}
 
 
 @pytest.mark.parametrize(
@@ -73,6 +72,8 @@ PAIRS, SIDES = tiny_recipe(), {"name": "a", "prefix": "a:", "source": "a"}
         (SMOKE, {"model": 3}, "model must be a TOML table"),
         (SMOKE, {"sources": [{"path": "x"}]}, "malformed sources"),
         (SMOKE, {"sources": [{"task": "weather"}]}, "no task 'weather'"),
+        (SMOKE, {"sources": [{"text": "a", "repeats": -1}]}, "repeats"),
+        (SMOKE, {"sources": [{}]}, "one of text, stories"),
         (SMOKE, {"sources": [{"text": "a", "stories": "b"}]}, "one of text, stories, task, chat and pairs"),
         (MOOD, {"lora": {"ranks": 3}}, "malformed lora"),
         (MOOD, {"lora": {"targets": ["attn.z"]}}, "no targets attn.z"),
@@ -100,20 +101,19 @@ PAIRS, SIDES = tiny_recipe(), {"name": "a", "prefix": "a:", "source": "a"}
         (PAIRS, {"model": {**SWITCH, "expert_capacity": 8}}, "expert_capacity"),
         (PAIRS, {"dropout": 1.0}, "dropout"),
         (PAIRS, {"sources": ()}, "sources must have 1 or more entries"),
-        (PAIRS, {"sources": [SIDES]}, "target"),
-        (PAIRS, {"sources": [SIDES | {"fields": ["b"]}]}, "two fields"),
-        (PAIRS, {"sources": [SIDES | {"fields": ["b", "c"], "target": "d"}]}, "one of"),
+        (PAIRS, {"sources": [SIDES | {"pairs": ["a"]}]}, "or one of JSON lines with two fields"),
+        (PAIRS, {"sources": [SIDES | {"pairs": ["a", "b"], "fields": ["b", "c"]}]}, "two text files, or one"),
+        (PAIRS, {"sources": [SIDES | {"text": "a"}]}, "has no pairs"),
+        (
+            PAIRS,
+            {"sources": [SIDES | {"pairs": ["a", "b"], "prefix": "a: "}]},
+            "the prefix of a source of pairs",
+        ),
     ],
 )
 def test_a_malformed_recipe_names_the_key(recipe, change, message):
     with pytest.raises(ConfigError, match=message):
         type(recipe).from_json({**recipe.to_json(), **change})
-
-
-def test_sources_have_names():
-    assert Source(text="a/b.txt").name == "b"
-    assert Source(stories="a/b.txt").name == "b-told"
-    assert Source(task="news").name == "news"
 
 
 def test_recipes_are_found_by_name_or_path(tmp_path):

@@ -10,14 +10,19 @@ from rich.console import Console
 from jaxllm.models.encoder.config import EncoderConfig
 from jaxllm.training.elastic.tiny_lm.keep_labels import Compression, align
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
-from jaxllm.training.loop.monitoring import Monitoring
 from jaxllm.training.loop.parallel import MeshShape
+from jaxllm.training.loop.run_files import Run
 from jaxllm.training.settings import TrainSettings
 from tests.tiny import VOCAB_SIZE
 
 QUIET = Console(quiet=True)
-SILENT = Monitoring(console=QUIET)
 ONE = MeshShape(data=1)
+
+
+def quiet(folder: Path, data: Path | None = None) -> Run:
+    """A run on one device that prints nothing."""
+    return Run(folder=folder, data=data, mesh_shape=ONE, console=QUIET)
+
 
 # The tiny LM's
 

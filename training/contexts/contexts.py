@@ -21,6 +21,7 @@ from jaxllm.contexts.codecs import CODECS, WIDTHS, ChunkFormat, ChunkShape
 from jaxllm.contexts.tolerance import PARTS, Candidate, ContextCalibration, choose, kept_shares
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.host_settings import own_jax_settings
+from jaxllm.int8_prefill.fitting import whole_rows
 from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.chunks import chunk_shapes
 from jaxllm.models.decoder import embed_tokens, final_normed, logits
@@ -30,28 +31,24 @@ from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.nn.documents import document_attention
 from jaxllm.nn.layers import Heads, rotate
-from jaxllm.training.calibration import ContextRecipe, require_folder_of, text_tokens
+from jaxllm.training.calibration import BundleOutput, ContextRecipe, text_tokens
 
 
 @own_jax_settings()
 def calibrate_contexts(
     recipe: ContextRecipe,
     model: Path,
-    out: Path,
+    out: BundleOutput,
     *,
     texts: Sequence[Path] = (),
-    name: str = "",
-    console: Console | None = None,
 ) -> dict[str, Any]:
     """Makes a bundle with calibrated settings for storing its contexts.
 
     Args:
       recipe: sizes of the calibration.
       model: path of a bundle.
-      out: path of the new bundle, written atomically.
+      out: the new bundle.
       texts: files to measure on; Python's language reference if empty.
-      name: display name of the model; its own by default.
-      console: console of the progress; the terminal's error stream by default.
 
     Returns:
       The results: the choice, each candidate's loss at the ratio and shares by width, and sensitivities.
@@ -60,8 +57,7 @@ def calibrate_contexts(
       ConfigError: there is too little text, or no codec reaches the ratio.
       CheckpointError: the model cannot be read.
     """
-    console, model, out = console or Console(stderr=True), Path(model), Path(out)
-    require_folder_of(out)
+    console, model = Console(stderr=True), Path(model)
     if model.is_dir():
         raise CheckpointError(
             f"{model} is a folder; make a bundle of it first: jaxllm prepare {model} -o FILE"
@@ -90,7 +86,7 @@ def calibrate_contexts(
         chosen, lost = choose(errors, sensitivity, shapes, recipe.ratio)
         calibration = ContextCalibration(chosen=chosen, errors=errors, sensitivity=sensitivity)
         facts = {"ratio": recipe.ratio, "tokens": sum(map(len, rows))}
-        rewrite_bundle(out, bundle, contexts_parts(calibration, facts), name=name)
+        rewrite_bundle(out.path, bundle, contexts_parts(calibration, facts), name=out.name)
     return {
         **facts,
         "codec": chosen.codec,
@@ -122,13 +118,12 @@ def _rows(bundle: Bundle, recipe: ContextRecipe, paths: Sequence[Path]) -> list[
     longest = max(recipe.chunk_tokens)
     length = min(recipe.row_tokens, bundle.cfg.window_tokens) // longest * longest
     tokens = text_tokens(bundle, recipe.tokens, paths)
-    count = min(recipe.tokens, len(tokens)) // length if length else 0
-    if not count:
+    if not length or len(tokens) < length:
         raise ConfigError(
             f"{len(tokens)} tokens of text are too few for contexts of {length or longest}; give more "
             "(--text), or shorter chunks (--chunk-tokens)"
         )
-    return [np.array(tokens[place * length : (place + 1) * length], np.int32) for place in range(count)]
+    return whole_rows(tokens, length)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,8 +196,15 @@ class _Steps:
         # Equal layers share compiled code: their parameters are named within a layer.
         self._like: dict[object, int] = {}
         self._layer = jax.jit(functools.partial(_run, cfg=cfg), static_argnames=("like", "coded", "disturb"))
-        self._begin = jax.jit(functools.partial(_begun, cfg=cfg))
-        self._end = jax.jit(functools.partial(_ended, cfg=cfg))
+
+        def begin(params: Params, tokens: jax.Array) -> jax.Array:
+            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+            return embed_tokens(params, tokens, positions, cfg=cfg)
+
+        def end(params: Params, x: jax.Array) -> jax.Array:
+            return jax.nn.log_softmax(logits(params, final_normed(params, x, cfg=cfg)[0], cfg=cfg))
+
+        self._begin, self._end = jax.jit(begin), jax.jit(end)
 
     def begin(self, row: np.ndarray) -> jax.Array:
         """The first layer's input `[1, T, D]`."""
@@ -224,15 +226,6 @@ class _Steps:
         cfg = self._cfg
         like = (cfg.units(layer), cfg.attention_windows[layer], cfg.layer_rope(layer), cfg.is_sparse(layer))
         return self._like.setdefault(like, layer)
-
-
-def _begun(params: Params, tokens: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    return embed_tokens(params, tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], cfg=cfg)
-
-
-def _ended(params: Params, x: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    hidden = final_normed(params, x, cfg=cfg)
-    return jax.nn.log_softmax(logits(params, hidden[0], cfg=cfg))
 
 
 def _run(

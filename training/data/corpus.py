@@ -2,7 +2,7 @@
 
 A recipe names its sources by paths under the folder of all data. Documents are read one by one each time
 that they are needed, so a corpus may be larger than memory. Nothing is shuffled or dropped here:
-`jaxllm.training.data.packing` samples batches from these files.
+`jaxllm.training.data.rows` samples batches from these files.
 
 The processes of a group open and encode a corpus together, each its own files. If there are fewer files than
 processes, all read them and each encodes every n-th block of documents, which is most of the work. The result
@@ -27,19 +27,21 @@ from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
 from jaxllm.files.atomic import atomic_folder
 from jaxllm.tasks import find_task
 from jaxllm.tasks.readers import story_example
-from jaxllm.training.data.chats import PARQUET, OnBad, read_chats, source_files
 from jaxllm.training.data.documents import (
+    PARQUET,
     Document,
+    OnBad,
     builtin_texts,
     chat_document,
     documents_digest,
     held_out_digests,
+    read_chats,
     read_texts,
     shortened_document,
     text_document,
 )
 from jaxllm.training.data.encoders import Encoder
-from jaxllm.training.data.sources import RemoteFile, Source, is_remote, remote_files
+from jaxllm.training.data.sources import RemoteFile, Source, is_remote, remote_files, source_files
 
 _DONE, _FAILED = b"\0", b"\1"
 
@@ -196,7 +198,8 @@ class Corpus:
         return TokenizedDocuments.read(place)
 
     def _of_split(self, source: int, documents: "_Documents", split: Split) -> Iterator[tuple[int, Document]]:
-        for document in documents(_ignored):
+        # Malformed lines were reported before.
+        for document in documents(lambda wrong: None):
             if (document.origin_digest() in self.held_out) == (split == "held_out"):
                 share = self.shortened_share if split == "train" else 0.0
                 yield source, shortened_document(document, share)
@@ -363,10 +366,6 @@ def _encoded(
 
 # The documents of a file, read anew at each call; the argument is a callback for lines that are left out.
 _Documents = Callable[[OnBad], Iterator[Document]]
-
-
-def _ignored(wrong: str) -> None:
-    """Ignores lines that were reported before."""
 
 
 def _files(sources: Sequence[Source], data: Path | None) -> list[tuple[int, _Documents]]:

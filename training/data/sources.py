@@ -26,7 +26,7 @@ class Source:
       stories: path of a text file; each document becomes a request to tell it, with its first sentence.
       task: name in `jaxllm.tasks.TASKS`, or a file of questions; its training split, with answers.
       chat: path of a file of JSON lines or parquet, of a folder of such files, or a pattern: conversations,
-        and prompts with completions (see `jaxllm.training.data.chats`).
+        and prompts with completions (see `jaxllm.training.data.documents`).
       pairs: paths of two text files, whose lines of the same number are a source and its target; or of one
         file of JSON lines.
       fields: names of the source and of its target in such JSON lines; each of a list of targets is a pair.
@@ -145,6 +145,27 @@ def require_bucket(url: str) -> None:
         )
     if kind == "gs" and importlib.util.find_spec("gcsfs") is None:
         raise ConfigError(f"cannot keep checkpoints at {url}: `pip install gcsfs` first")
+
+
+def source_files(path: Path, suffixes: Sequence[str]) -> list[Path]:
+    """Lists the files of a path: one file, those in a folder and its folders that end in `suffixes`, or
+    those of a pattern with `*`, `?` or `[`; sorted, independent of the file system's order.
+
+    Raises:
+      ConfigError: there are none.
+    """
+    if path.is_dir():
+        found = sorted(each for each in path.rglob("*") if each.suffix in suffixes and each.is_file())
+        if not found:
+            raise ConfigError(f"the folder {path} holds no file that ends in {' or '.join(suffixes)}")
+        return found
+    if _GLOB & set(str(path)) and not path.exists():
+        pattern = path.relative_to(path.anchor) if path.anchor else path
+        found = sorted(each for each in Path(path.anchor or ".").glob(str(pattern)) if each.is_file())
+        if not found:
+            raise ConfigError(f"no file fits the pattern {path}")
+        return found
+    return [path]
 
 
 def source_name(path: Path | str) -> str:

@@ -166,7 +166,10 @@ def measure(
     everywhere = NamedSharding(mesh, PartitionSpec())
     units = unit_step(cfg, mesh, remat=remat, by=by)
     # One function for all layers: which of them is left out is an argument.
-    loss = jax.jit(functools.partial(_loss_without, cfg), out_shardings=everywhere)
+    loss = jax.jit(
+        lambda params, batch, layer: _loss(cfg, without_layer(cfg, params, layer), batch),
+        out_shardings=everywhere,
+    )
     own: Params = laid_out(params.items(), cfg, mesh)
     count = sum(side.layers for _, side in sides(cfg))
     sums, nats = None, np.zeros(count + 1)
@@ -236,10 +239,6 @@ def _loss(cfg: ModelConfig, params: Params, batch: AnyBatch, *, remat: Remat = "
     counted = (batch.weights > 0).astype(jnp.float32)
     # A row of padding has none.
     return jnp.sum(next_token_losses(outputs, batch) * counted) / jnp.maximum(jnp.sum(counted), 1)
-
-
-def _loss_without(cfg: ModelConfig, params: Params, batch: AnyBatch, layer: jax.Array) -> jax.Array:
-    return _loss(cfg, without_layer(cfg, params, layer), batch)
 
 
 def _unit_sums(cfg: ModelConfig, params: Params, batch: AnyBatch, *, remat: Remat) -> _Units:

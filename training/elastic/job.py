@@ -33,7 +33,7 @@ from jaxllm.training.loop.losses import Outputs, distillation_losses, divergence
 from jaxllm.training.loop.trainer import Job
 from jaxllm.training.lora.run import LoraRecipe, lora_job
 from jaxllm.training.seq2seq.forward import AnyBatch, outputs_of_any
-from jaxllm.training.settings import TrainSettings
+from jaxllm.training.settings import LevelSettings, TrainSettings
 
 Counts = Mapping[str, Any]
 # In a layer without units these add to the residual nevertheless.
@@ -87,7 +87,8 @@ def without_layer(cfg: ModelConfig, params: Params, layer: jax.Array | int) -> d
             for name in _OUTPUTS:
                 if prefix + name in params:
                     value = jnp.asarray(params[prefix + name])
-                    found[prefix + name] = value * _beside(kept, value).astype(value.dtype)
+                    flags = kept.reshape(kept.shape + (1,) * (value.ndim - kept.ndim))
+                    found[prefix + name] = value * flags.astype(value.dtype)
         first += side.layers
     return used_experts(found, found)
 
@@ -156,52 +157,24 @@ def _rows(params: Params, cfg: ModelConfig) -> dict[str, Any]:
     return found
 
 
-def _beside(flags: jax.Array, value: jax.Array) -> jax.Array:
-    """Reshapes one flag, or flags of rows `[n]`, to broadcast to `value`."""
-    return flags.reshape(flags.shape + (1,) * (value.ndim - flags.ndim))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ElasticRecipe(LoraRecipe):
+class ElasticRecipe(LoraRecipe, LevelSettings):
     """One run; `steps` are those of each level's adapter, or of all levels together. The options' help
     describes it."""
 
     folder = "elastic"
 
     levels: tuple[int, ...] = option(LEVELS, "Levels to make, ascending, up to 100.")
-    anchor_share: float = option(
-        0.2, "Layers to keep whole at every level, the most important ones.", low=0, high=1
-    )
     calibration_tokens: int = option(1 << 16, "Training tokens on which importance is measured.", low=1)
     importance: Literal["gradient", "fisher"] = option(
         "gradient", "Importance of units: the gradient of the loss, or Fisher information, row by row."
     )
-    order: Literal["importance", "magnitude", "random"] = option(
-        "importance",
-        "Order units by their importance to the loss; magnitude and random are there to compare with.",
-    )
-    units: Literal["equal", "global"] = option(
-        "equal",
-        "Choose a level's units as an equal share of each layer, or of all layers those that matter most per "
-        "parameter.",
-    )
     shortened_share: float = option(
         0.0,
         "Share of the questions that lose words, as prompts do in service (see "
-        "`jaxllm.training.data.chats`).",
+        "`jaxllm.training.data.documents`).",
         low=0,
         high=1,
-    )
-    recovery: Literal["lora", "joint", "none"] = option(
-        "lora",
-        "Train an adapter for each level (as in the recipe `adapters`), all levels' weights together, or "
-        "neither.",
-    )
-    whole_kl_nats: float = option(
-        0.0,
-        "With joint recovery, how far the whole model's distribution over the next token may diverge from "
-        "the one before, on held-out text; 0 sets no bound.",
-        low=0,
     )
 
     def __post_init__(self) -> None:

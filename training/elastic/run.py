@@ -2,40 +2,54 @@
 
 A run's folder has `recipe.json`, `tokens/`, `importance.npz`, `levels/{level}/` or `joint/` with the
 recovery's checkpoints and metrics, `tlm-{digest}/` with the tiny LM's run, and at the end `summary.json`. A
-resumed run reads the results of finished steps there.
+resumed run reads the results of finished steps there. Weights are streams of tensors, each of which is
+sharded over the mesh; no stage has a whole model on the host.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from jaxllm.bundle import write_bundle
+from jaxllm.bundle import WeightFormat, write_bundle
 from jaxllm.bundle.levels import Recovery, elastic_parts
 from jaxllm.bundle.tiny_lm import TinyLm, tiny_lm_parts
+from jaxllm.bundle.writer import stored_form
 from jaxllm.checkpoints import huggingface
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.elastic.ladder import Ladder, chosen_ladder
+from jaxllm.elastic.ladder import Ladder, chosen_ladder, layer_parameters, sub_config
 from jaxllm.elastic.units import UnitOrder, reorder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.models.lora import init_adapter
+from jaxllm.models.parameters import Params, param_specs
 from jaxllm.models.scanned_layers import is_stacked, stacked
+from jaxllm.quant import dequantize
 from jaxllm.training.calibration import BundleOutput
 from jaxllm.training.data.documents import digesting, model_digest
-from jaxllm.training.elastic.importance import Importance, magnitudes, random_order, unit_step
-from jaxllm.training.elastic.job import ElasticRecipe, joint_job, level_counts, level_job
-from jaxllm.training.elastic.recovery import (
-    ElasticRun,
-    Tensors,
-    as_stored,
-    importance_of,
-    recover_levels,
-    train_together,
+from jaxllm.training.data.rows import Splits
+from jaxllm.training.elastic.importance import (
+    Importance,
+    calibration_batches,
+    magnitudes,
+    measure,
+    random_order,
+    unit_step,
+)
+from jaxllm.training.elastic.job import (
+    ElasticRecipe,
+    adapter_of_level,
+    cut_adapter,
+    divergence_job,
+    joint_job,
+    level_counts,
+    level_job,
 )
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
 from jaxllm.training.elastic.tiny_lm.run import train_tiny_lm
@@ -51,12 +65,167 @@ from jaxllm.training.loop.dry_run import (
     recomputed_share,
     rows_shapes,
 )
-from jaxllm.training.loop.fitting import FrozenModel, fitted_to_window
+from jaxllm.training.loop.fitting import FrozenModel, fit, fitted_to_window
 from jaxllm.training.loop.hardware import step_flops_per_token
-from jaxllm.training.loop.monitoring import Monitoring
-from jaxllm.training.loop.parallel import MeshShape, laid_out, make_mesh, placed, require_divisible
-from jaxllm.training.loop.run_files import wait_for_first, write_json
-from jaxllm.training.lora.run import claimed_splits, require_trainable
+from jaxllm.training.loop.monitoring import progress_bar
+from jaxllm.training.loop.parallel import (
+    ALL_DEVICES,
+    MeshShape,
+    laid_out,
+    mesh_for,
+    one_by_one,
+    placed,
+    require_divisible,
+)
+from jaxllm.training.loop.run_files import Run, is_first, wait_for_first, write_json
+from jaxllm.training.loop.trainer import Trainer
+from jaxllm.training.lora.run import claimed_splits, require_trainable, tune
+from jaxllm.training.seq2seq.pairs import PairSplits
+
+# Function that reads a model's tensors anew, in the order of `param_specs`.
+Tensors = Callable[[], Iterator[tuple[str, np.ndarray]]]
+Dense = dict[str, jax.Array]
+# The whole model goes back to the one before by halving this often.
+_HALVINGS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class ElasticRun:
+    """State that all stages of a run share; the first training stage is traced if `run` is."""
+
+    cfg: ModelConfig
+    recipe: ElasticRecipe
+    splits: Splits | PairSplits
+    mesh: Mesh
+    run: Run
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Dtype of weights that are not trained."""
+        return jnp.dtype(self.recipe.computed_in)
+
+
+def importance_of(state: ElasticRun, params: Params) -> Importance:
+    """Measures importances of units and layers, or reads earlier results."""
+    recipe, path = state.recipe, state.run.folder / "importance.npz"
+    wait_for_first("importance")
+    if path.exists():
+        return Importance.read(path, state.cfg)
+    # One epoch at most: repeating the text adds nothing.
+    chosen = calibration_batches(state.splits.first_epoch(), recipe.calibration_tokens)
+    with progress_bar(state.run.own_console, "importance") as report:
+        found = measure(
+            state.cfg,
+            params,
+            chosen,
+            mesh=state.mesh,
+            remat=recipe.remat,
+            by=recipe.importance,
+            report=report,
+        )
+    if is_first():
+        found.write(path)
+    return found
+
+
+def train_together(state: ElasticRun, tensors: Tensors, ladder: Ladder) -> tuple[Tensors, dict[str, float]]:
+    """Trains all levels together.
+
+    Returns:
+      The whole model's new weights, and facts: with a bound, the actual divergence.
+    """
+    splits, recipe, cfg = state.splits, state.recipe, state.cfg
+    state.run.say(f"training {len(ladder.levels)} levels together")
+    wide, bound = jnp.dtype(jnp.float32), recipe.whole_kl_nats
+    before = laid_out(tensors(), cfg, state.mesh, state.dtype) if bound else None
+    # The first step donates its initial parameters.
+    job = joint_job(cfg, laid_out(tensors(), cfg, state.mesh, wide), ladder, recipe, original=before)
+    trainer = Trainer(job, recipe, state.mesh)
+    batches = splits.train.batch_at, splits.held_out_batches
+    best = fit(trainer, *batches, state.run.stage("joint"), splits.source_names)
+    if before is None:
+        return (lambda: one_by_one(best.params, cfg)), {}
+    del job, trainer
+    meter = Trainer(divergence_job(cfg, before, recipe), recipe, state.mesh)
+    start = laid_out(tensors(), cfg, state.mesh, wide)
+    kept, share, nats = within_bound(
+        start, best.params, lambda params: meter.evaluate(params, splits.held_out_batches())[0], bound
+    )
+    state.run.say(f"the whole model is {nats:.4f} nats from the one before, {100 * share:.1f} % of the way")
+    return (lambda: one_by_one(kept, cfg)), {"whole_kl_nats": nats, "whole_share": share}
+
+
+def within_bound(
+    start: Dense, end: Dense, divergence: Callable[[Dense], float], bound: float
+) -> tuple[Dense, float, float]:
+    """Returns the parameters on the line from `start` to `end` that go as far as a bound allows.
+
+    Args:
+      start: float32 arrays.
+      end: likewise, under the same names.
+      divergence: function from parameters to their divergence from `start`, in nats.
+      bound: upper bound of the divergence, above 0.
+
+    Returns:
+      The parameters, their share of the way in [0, 1], and their divergence: at most the bound, or that of
+        `start` by rounding only.
+    """
+    between = jax.jit(
+        lambda start, end, share: jax.tree.map(lambda one, other: one + share * (other - one), start, end)
+    )
+    found = end, 1.0, divergence(end)
+    if found[2] <= bound:
+        return found
+    low, high, best = 0.0, 1.0, None
+    for _ in range(_HALVINGS):
+        share = (low + high) / 2
+        params = between(start, end, np.float32(share))
+        nats = divergence(params)
+        if nats <= bound:
+            low, best = share, (params, share, nats)
+        else:
+            high = share
+    return best or (start, 0.0, divergence(start))
+
+
+def as_stored(
+    cfg: ModelConfig, tensors: Iterable[tuple[str, np.ndarray]], weights: WeightFormat
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors dequantized from their stored width, as an adapter will see them."""
+    specs = param_specs(cfg)
+    for name, value in tensors:
+        yield name, np.asarray(dequantize(stored_form(value, specs[name], weights), jnp.float32))  # pyright: ignore
+
+
+def recover_levels(
+    state: ElasticRun, served: Params, ladder: Ladder
+) -> Iterator[tuple[int, Recovery | None, dict[str, Any]]]:
+    """Measures every level, and trains its adapter if the recipe has one; one compiled step serves all.
+    Yields each level, its adapter, if that lowers the loss, and facts for the summary.
+
+    Args:
+      state: state of the run.
+      served: the whole model's parameters on the mesh, as served.
+      ladder: the levels.
+    """
+    cfg, recipe, splits = state.cfg, state.recipe, state.splits
+    adapters = recipe.recovery == "lora"
+    whole = Trainer(level_job(cfg, served, ladder, recipe, adapters=adapters), recipe, state.mesh)
+    first = ladder.levels[0]
+    for level in ladder.levels:
+        part = sub_config(cfg, ladder, level)
+        share = layer_parameters(part) / layer_parameters(cfg)
+        state.run.say(f"level {level}: {100 * share:.1f} % of the layers' parameters")
+        init = adapter_of_level(cfg, part, recipe.lora, recipe.seed) if adapters else {}
+        trainer = whole.beside(init, level_counts(cfg, ladder, level))
+        if level == WHOLE or not adapters:
+            loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
+            yield level, None, {"share": share, "held_out": loss}
+            continue
+        before, best = tune(trainer, splits, state.run.stage("levels", str(level), traced=level == first))
+        adapter = cut_adapter(part, trainer.whole(best.params))
+        facts = {"share": share, "held_out": before, "recovered": best.loss, "best_step": best.step}
+        yield level, Recovery(adapter, recipe.lora.scaling) if best.loss < before else None, facts
 
 
 @own_jax_settings()
@@ -64,42 +233,33 @@ def elasticize(
     recipe: ElasticRecipe,
     model: Path,
     out: BundleOutput,
-    run_dir: Path,
+    run: Run,
     *,
-    data: Path | None = None,
     tiny_lm: TinyLmRun | None = None,
-    mesh_shape: MeshShape | None = None,
-    monitoring: Monitoring | None = None,
 ) -> dict[str, Any]:
-    """Makes an elastic bundle, or resumes the run in `run_dir`.
+    """Makes an elastic bundle, or resumes the run.
 
     Args:
       recipe: recipe of the run.
       model: Hugging Face folder.
       out: path of the bundle.
-      run_dir: folder of the run, created if missing.
-      data: folder of the recipe's sources.
+      run: the run.
       tiny_lm: training of the bundle's tiny LM; None makes a bundle without one.
-      mesh_shape: devices; all of them along `data` by default.
-      monitoring: destinations of the progress; the terminal's error stream by default.
 
     Returns:
       The summary: anchors, and for each level its share of parameters and held-out losses, in nats per token.
 
     Raises:
-      ConfigError: a recipe or its sources do not fit the model, or `run_dir` belongs to another run.
+      ConfigError: a recipe or its sources do not fit the model, or the folder belongs to another run.
       CheckpointError: the model or the encoder cannot be read.
     """
-    run_dir, first = Path(run_dir), jax.process_index() == 0
-    monitoring = monitoring or Monitoring()
-    console = monitoring.own_console()
     model = Path(model)
     if not model.is_dir():
         raise CheckpointError(
             f"{model} is no Hugging Face folder; units are ordered before a bundle is made: give the folder "
             "that it was prepared from"
         )
-    if tiny_lm is not None and data is None:
+    if tiny_lm is not None and run.data is None:
         raise ConfigError(
             "a tiny LM learns from tasks: say with --data where they are, or leave it out (--tiny-lm none)"
         )
@@ -108,56 +268,47 @@ def elasticize(
             "a tiny LM is trained in one process: leave it out (--tiny-lm none), and run the same command in "
             "one process for it when the levels are done"
         )
-    cfg = huggingface.read_config(model)
+    checkpoint = huggingface.Checkpoint(model)
+    cfg = checkpoint.cfg
     require_room(cfg, "levels")
     require_trainable(cfg, recipe, "levels")
     if cfg.encoder is not None:
         _require_pairs_recipe(recipe, tiny_lm)
-    recipe = fitted_to_window(recipe, cfg, console)
-    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
-    frozen = FrozenModel.read_onto(mesh, model, recipe.frozen_in)
+    recipe = fitted_to_window(recipe, cfg, run)
+    mesh = run.mesh(recipe)
+    frozen = FrozenModel.read(model, recipe.frozen_in, mesh=mesh, stack=True)
     # Read first, although it is trained last: a missing file shows before hours of work.
     tlm_sources = None
-    if tiny_lm is not None and data is not None:
+    if tiny_lm is not None and run.data is not None:
         tlm = dataclasses.replace(tiny_lm.recipe, levels=recipe.levels)
-        tlm_sources = TinyLmSources.read(tlm, data, frozen.tokenizer, cfg.window_tokens, tiny_lm.encoder)
-    weights = out.weights or huggingface.Checkpoint(model, cfg=cfg).weight_format
+        tlm_sources = TinyLmSources.read(tlm, run.data, frozen.tokenizer, cfg.window_tokens, tiny_lm.encoder)
+    weights = out.weights or checkpoint.weight_format
     splits = claimed_splits(
-        run_dir, recipe, frozen, mesh, data, console, shortened_share=recipe.shortened_share, weights=weights
+        run, recipe, frozen, mesh, shortened_share=recipe.shortened_share, weights=weights
     )
-    run = ElasticRun(cfg, recipe, splits, run_dir, mesh, console, monitoring)
-    importance = importance_of(run, frozen.params)
+    state = ElasticRun(cfg, recipe, splits, mesh, run)
+    importance = importance_of(state, frozen.params)
     tokenizer, name = frozen.tokenizer, frozen.name
     # Read again in order, instead of permuted: so there is only one copy on host and devices.
     del frozen
-    order = _order(run, importance, model)
+    order = _order(state, importance, checkpoint)
     if recipe.units == "global":
         ladder = chosen_ladder(cfg, recipe.levels, importance.groups, importance.neurons)
     else:
         ladder = importance.ladder(recipe.levels, recipe.anchor_share)
 
     def ordered() -> Iterator[tuple[str, np.ndarray]]:
-        return reorder(cfg, huggingface.read_params(model, cfg), order)
+        return reorder(cfg, checkpoint.params(), order)
 
     tensors: Tensors = ordered
-    # Growth of the loss without each layer, in nats per token.
-    facts: dict[str, Any] = {
-        "anchors": list(ladder.anchors),
-        "layer_importance": importance.layers.tolist(),
-    }
-    if importance.encoder is not None and ladder.encoder is not None:
-        facts["encoder"] = {
-            "anchors": list(ladder.encoder.anchors),
-            "layer_importance": importance.encoder.layers.tolist(),
-        }
-    facts["levels"] = {}
+    facts = {**_side_facts(ladder, importance), "levels": {}}
     if recipe.recovery == "joint":
-        tensors, measured = train_together(run, ordered, ladder)
+        tensors, measured = train_together(state, ordered, ladder)
         facts |= measured
     digests: dict[str, str] = {}
-    served = laid_out(digesting(as_stored(cfg, tensors(), weights), digests), cfg, mesh, run.dtype)
+    served = laid_out(digesting(as_stored(cfg, tensors(), weights), digests), cfg, mesh, state.dtype)
     recoveries: dict[int, Recovery] = {}
-    for level, recovery, own in recover_levels(run, served, ladder):
+    for level, recovery, own in recover_levels(state, served, ladder):
         facts["levels"][str(level)] = own
         if recovery is not None:
             recoveries[level] = recovery
@@ -166,13 +317,13 @@ def elasticize(
     )
     if tlm_sources is not None:
         if is_stacked(served):
-            served = placed(as_stored(cfg, tensors(), weights), mesh, run.dtype)
+            served = placed(as_stored(cfg, tensors(), weights), mesh, state.dtype)
         elastic = ElasticModel(
             cfg=cfg, params=_near(served), ladder=ladder, tokenizer=tokenizer, recoveries=recoveries
         )
-        parts |= tiny_lm_parts(_trained_tiny_lm(run, tlm_sources, elastic, digests, mesh_shape))
+        parts |= tiny_lm_parts(_trained_tiny_lm(run, tlm_sources, elastic, digests))
     pairs = tensors()
-    if first:
+    if is_first():
         write_bundle(
             out.path,
             cfg=cfg,
@@ -182,7 +333,7 @@ def elasticize(
             name=out.name or name,
             parts=parts,
         )
-        write_json(run_dir / "summary.json", facts)
+        write_json(run.folder / "summary.json", facts)
     else:
         # All processes have to gather tensors that are divided over processes.
         for _ in pairs:
@@ -191,13 +342,21 @@ def elasticize(
     return facts
 
 
-def _order(run: ElasticRun, importance: Importance, model: Path) -> UnitOrder:
+def _side_facts(ladder: Ladder, importance: Importance) -> dict[str, Any]:
+    """Anchors, and the growth of the loss without each layer in nats per token; likewise of an encoder."""
+    facts = {"anchors": list(ladder.anchors), "layer_importance": importance.layers.tolist()}
+    if importance.encoder is not None and ladder.encoder is not None:
+        facts["encoder"] = _side_facts(ladder.encoder, importance.encoder)
+    return facts
+
+
+def _order(state: ElasticRun, importance: Importance, checkpoint: huggingface.Checkpoint) -> UnitOrder:
     """Returns the recipe's order of units."""
-    if run.recipe.order == "magnitude":
-        return magnitudes(run.cfg, huggingface.read_params(model, run.cfg))
-    if run.recipe.order == "random":
-        return random_order(run.cfg, run.recipe.seed)
-    return importance.order(run.cfg)
+    if state.recipe.order == "magnitude":
+        return magnitudes(state.cfg, checkpoint.params())
+    if state.recipe.order == "random":
+        return random_order(state.cfg, state.recipe.seed)
+    return importance.order(state.cfg)
 
 
 def _require_pairs_recipe(recipe: ElasticRecipe, tiny_lm: TinyLmRun | None) -> None:
@@ -226,11 +385,7 @@ def _near(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
 
 
 def _trained_tiny_lm(
-    run: ElasticRun,
-    sources: TinyLmSources,
-    model: ElasticModel,
-    digests: dict[str, str],
-    mesh_shape: MeshShape | None,
+    run: Run, sources: TinyLmSources, model: ElasticModel, digests: dict[str, str]
 ) -> TinyLm:
     """Trains the tiny LM of an elastic model with these tensor digests."""
     # Named by the levels' weights and adapters, which make the labels.
@@ -240,13 +395,11 @@ def _trained_tiny_lm(
         *(recoveries[level].adapter for level in sorted(recoveries)),
     )
     # One folder for each model, because a resumed recovery may lead to other adapters.
-    folder = run.folder / f"tlm-{digest[:12]}"
-    monitoring = run.monitoring.untraced()
-    return train_tiny_lm(sources, model, folder, name=digest, mesh_shape=mesh_shape, monitoring=monitoring)
+    return train_tiny_lm(sources, model, run.stage(f"tlm-{digest[:12]}", traced=False), name=digest)
 
 
 def dry_run_elastic(
-    recipe: ElasticRecipe, model: Path, *, mesh_shape: MeshShape | None = None, device: str = ""
+    recipe: ElasticRecipe, model: Path, *, mesh_shape: MeshShape = ALL_DEVICES, device: str = ""
 ) -> dict[str, Any]:
     """Estimates memory and time of the stages of a run: importance, then joint recovery or levels' adapters.
 
@@ -265,7 +418,7 @@ def dry_run_elastic(
     require_room(cfg, "levels")
     require_decoder_alone(cfg, "estimates of training", "make levels without --dry-run")
     recipe = recipe.within(cfg.window_tokens).on_accelerator()
-    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    mesh = mesh_for(mesh_shape, recipe)
     require_divisible(cfg, mesh)
     ladder = Ladder(levels=recipe.levels)
     stages = {"importance": _importance(cfg, recipe, mesh, device)}

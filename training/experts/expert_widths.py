@@ -33,7 +33,7 @@ from jaxllm.bundle.calibrations import expert_parts
 from jaxllm.checkpoints import huggingface
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.experts.bitwidth import WidthPlan, search_widths
+from jaxllm.experts.bitwidth import search_widths
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.models.parameters import sparse_layers
@@ -41,6 +41,8 @@ from jaxllm.prepare import prepare
 from jaxllm.quant import dequantize
 from jaxllm.training.calibration import (
     LEAST_TOKENS,
+    MEASURES,
+    SEARCHED,
     BundleOutput,
     ExpertWidthsRecipe,
     PairWidthsRecipe,
@@ -55,8 +57,7 @@ from jaxllm.training.data.documents import (
     text_document,
 )
 from jaxllm.training.data.encoders import ModelEncoder
-from jaxllm.training.data.packing import evaluation_batches
-from jaxllm.training.data.rows import Batch
+from jaxllm.training.data.rows import Batch, evaluation_batches
 from jaxllm.training.experts.measures import (
     PairPerplexity,
     PairRouge,
@@ -69,10 +70,9 @@ from jaxllm.training.loop.dry_run import estimate_of, frozen_shapes, known_figur
 from jaxllm.training.loop.fitting import FrozenModel
 from jaxllm.training.loop.hardware import step_flops_per_token
 from jaxllm.training.loop.monitoring import progress_bar
-from jaxllm.training.loop.parallel import MeshShape, make_mesh, require_divisible
-from jaxllm.training.loop.run_files import claimed
-from jaxllm.training.seq2seq.batches import PairRows
-from jaxllm.training.seq2seq.pairs import TextPairs
+from jaxllm.training.loop.parallel import ALL_DEVICES, MeshShape, make_mesh, require_divisible
+from jaxllm.training.loop.run_files import Run, claimed
+from jaxllm.training.seq2seq.pairs import PairRows, TextPairs
 from jaxllm.training.seq2seq.translation import LENGTHS, Translator
 
 LOSSES_FILE = "losses.json"
@@ -83,66 +83,59 @@ def quantize_experts(
     recipe: ExpertWidthsRecipe,
     model: Path,
     out: BundleOutput,
-    run_dir: Path,
+    run: Run,
     *,
-    target: WidthTarget | None = None,
+    target: WidthTarget = SEARCHED,
     texts: Sequence[Path] = (),
-    mesh_shape: MeshShape | None = None,
-    console: Console | None = None,
 ) -> dict[str, Any]:
-    """Makes a bundle with separately stored experts, or resumes the run in `run_dir`.
+    """Makes a bundle with separately stored experts, or resumes the run.
 
     Args:
       recipe: sizes of the measurement.
       model: mixture of experts: a Hugging Face folder or bundle.
       out: path of the bundle; its width is that of all other matrices, and a bundle keeps its own.
-      run_dir: folder of the run, created if missing.
+      run: the run.
       target: requirements on the widths.
       texts: files to calibrate on; Python's language reference if empty.
-      mesh_shape: devices that rows and parameters are divided over; one by default.
-      console: console of the progress; the terminal's error stream by default.
 
     Returns:
       The results: bounds, number of lowered experts, losses on both texts, bytes of experts.
 
     Raises:
       ConfigError: the model has no experts, there is too little text, no widths lose so little, or
-        `run_dir` belongs to another run.
+        the folder belongs to another run.
       CheckpointError: the model cannot be read.
     """
-    console, run_dir, model = console or Console(stderr=True), Path(run_dir), Path(model)
+    model = Path(model)
     require_model(model, pairs=False)
-    target = target or WidthTarget()
-    mesh = make_mesh(mesh_shape or MeshShape(data=1), recipe.batch)
-    weights = None if model.is_dir() else out.weights
-    if mesh.size > 1:
-        frozen = FrozenModel.read_onto(mesh, model, weights, stack=False)
-    else:
-        frozen = FrozenModel.read(model, weights)
+    mesh = make_mesh(run.mesh_shape, recipe.batch)
+    frozen = FrozenModel.read(model, None if model.is_dir() else out.weights, mesh=mesh)
     own = own_widths(model, frozen.cfg, target)
     floats = {name: dequantize(each, jnp.dtype(jnp.float32)) for name, each in frozen.params.items()}
     documents = [text_document(text) for path in texts for text in read_texts(path)]
     documents = documents or [text_document(text) for text in builtin_texts()]
     digest = documents_digest(each.digest() for each in documents)
-    with claimed(run_dir, recipe, model=frozen.fingerprint(), documents=digest):
-        if not (run_dir / "tokens").exists():
+    with claimed(run.folder, recipe, model=frozen.fingerprint(), documents=digest):
+        if not (run.folder / "tokens").exists():
             encoder = ModelEncoder(frozen.tokenizer)
-            write_tokens(run_dir / "tokens", ((0, each) for each in documents), encoder)
-    batches, held_out = _split(TokenizedDocuments.read(run_dir / "tokens"), recipe)
+            write_tokens(run.folder / "tokens", ((0, each) for each in documents), encoder)
+    batches, held_out = _split(TokenizedDocuments.read(run.folder / "tokens"), recipe)
 
     text = TextPerplexity(frozen.cfg, batches, mesh)
-    losses = WidthLosses(frozen.cfg, floats, text, run_dir / LOSSES_FILE, mesh)
+    losses = WidthLosses(frozen.cfg, floats, text, run.folder / LOSSES_FILE, mesh)
     visited = text.visited(losses.params)
     judge = TextPerplexity(frozen.cfg, held_out, mesh)
-    unseen = WidthLosses(frozen.cfg, floats, judge, run_dir / f"held_out_{LOSSES_FILE}", mesh)
+    unseen = WidthLosses(frozen.cfg, floats, judge, run.folder / f"held_out_{LOSSES_FILE}", mesh)
     by_measure = {"perplexity": losses}, {"perplexity": unseen}
-    bits, facts = chosen_widths(*by_measure, "perplexity", visited.shares, own, target, console)
+    alone = visited.paths.alone
+    shares = alone / np.maximum(alone.sum(-1, keepdims=True), 1.0)
+    bits, facts = chosen_widths(*by_measure, "perplexity", shares, own, target, run.own_console)
     facts["tokens"] = text.tokens
     return write_widths(model, out, bits, facts, expert_parts(visited.paths, facts, visited.tokens))
 
 
 def dry_run_experts(
-    recipe: ExpertWidthsRecipe, model: Path, *, mesh_shape: MeshShape | None = None, device: str = ""
+    recipe: ExpertWidthsRecipe, model: Path, *, mesh_shape: MeshShape = ALL_DEVICES, device: str = ""
 ) -> dict[str, Any]:
     """Estimates memory and time of measuring the importance of each expert, from only the config of a
     folder; see `jaxllm.training.loop.dry_run`. The search for widths needs about ten more losses.
@@ -156,7 +149,7 @@ def dry_run_experts(
     if not cfg.experts:
         raise ConfigError(f"{model} is no mixture of experts; `jaxllm prepare` makes its bundle")
     require_decoder_alone(cfg, "estimates of measuring experts", "measure without --dry-run")
-    mesh = make_mesh(mesh_shape or MeshShape(data=1), recipe.batch)
+    mesh = make_mesh(mesh_shape, recipe.batch)
     require_divisible(cfg, mesh)
     row_tokens = min(recipe.row_tokens, cfg.window_tokens)
     params = placed_shapes(frozen_shapes(cfg, "f32", stack=False), mesh)
@@ -249,7 +242,11 @@ def chosen_widths(
     if target.uniform:
         bits, facts["uniform"] = np.full(own.shape, target.uniform, np.int8), target.uniform
     else:
-        plan = _search(losses[measure], loads, target.most_loss, console)
+        text = losses[measure]
+        with progress_bar(console, "experts") as report:
+            importance = text.importance(report)
+        with console.status("searching widths"):
+            plan = search_widths(importance, loads, text.loss_of, most_loss=target.most_loss)
         bits = np.minimum(plan.bits, own).astype(np.int8)
         facts["most_loss"] = target.most_loss
         facts |= {name: getattr(plan, name) for name in ("lower", "upper", "lowered")}
@@ -273,13 +270,6 @@ def write_widths(
     return {**facts, "widths": {str(width): int(each) for width, each in zip(widths, number, strict=True)}}
 
 
-def _search(text: WidthLosses, shares: np.ndarray, most_loss: float, console: Console) -> WidthPlan:
-    with progress_bar(console, "experts") as report:
-        importance = text.importance(report)
-    with console.status("searching widths"):
-        return search_widths(importance, shares, text.loss_of, most_loss=most_loss)
-
-
 def _split(documents: TokenizedDocuments, recipe: ExpertWidthsRecipe) -> tuple[list[Batch], list[Batch]]:
     """The batches to calibrate on, and those held out."""
     taken: tuple[list[Batch], list[Batch]] = ([], [])
@@ -299,8 +289,6 @@ def _split(documents: TokenizedDocuments, recipe: ExpertWidthsRecipe) -> tuple[l
     return taken
 
 
-# What a loss is a loss of: the perplexity of the targets, or Rouge-2 of the model's answers.
-MEASURES = ("perplexity", "rouge2")
 _ROUGE_FILE = "rouge2.json"
 
 
@@ -318,20 +306,20 @@ def quantize_seq2seq_experts(
     recipe: PairWidthsRecipe,
     model: Path,
     out: BundleOutput,
-    run_dir: Path,
+    run: Run,
     *,
     pairs: TextPairs,
     prefix: str | None = None,
-    target: WidthTarget | None = None,
+    target: WidthTarget = SEARCHED,
     measure: str = "perplexity",
 ) -> dict[str, Any]:
-    """Makes a bundle of an encoder-decoder with separately stored experts, or resumes the run in `run_dir`.
+    """Makes a bundle of an encoder-decoder with separately stored experts, or resumes the run.
 
     Args:
       recipe: sizes of the measurement.
       model: Switch Transformers: a Hugging Face folder or bundle.
       out: path of the bundle; its width is that of all other matrices, and a bundle keeps its own.
-      run_dir: folder of the run, created if missing.
+      run: the run.
       pairs: pairs of sources and targets.
       prefix: task prefix of each source; None for the model's own.
       target: requirements on the widths.
@@ -342,37 +330,36 @@ def quantize_seq2seq_experts(
 
     Raises:
       ConfigError: the model has no experts or no encoder, its experts cannot be stored separately, there
-        are too few pairs, a pair is too long, no widths lose so little, or `run_dir` belongs to another
+        are too few pairs, a pair is too long, no widths lose so little, or the folder belongs to another
         run.
       CheckpointError: the model cannot be read.
     """
     if measure not in MEASURES:
         raise ConfigError(f"losses are measured by {' or '.join(MEASURES)}, got {measure!r}")
-    run_dir, model, target = Path(run_dir), Path(model), target or WidthTarget()
+    model = Path(model)
     require_model(model, pairs=True)
-    # Progress goes to the terminal's error stream.
-    translator, console = Translator.read(model), Console(stderr=True)
+    translator = Translator.read(model)
     require_room(translator.cfg, "experts apart")
     own = own_widths(model, translator.cfg, target)
     lead = translator.tokenizer.files.source_prefix if prefix is None else f"{prefix.strip()} "
     taken, kept = _split_pairs(pairs, translator, lead, recipe)
     digest = hashlib.blake2b(f"{lead}\0{pairs.digest()}".encode(), digest_size=16).hexdigest()
-    with claimed(run_dir, recipe, model=model_digest(translator.cfg, translator.params), pairs=digest):
+    with claimed(run.folder, recipe, model=model_digest(translator.cfg, translator.params), pairs=digest):
         pass
 
     def measured(each: _Pairs, lead: str) -> dict[str, WidthLosses]:
         """Losses by measure, of the perplexity always."""
         cfg, params = translator.cfg, translator.params
         perplexity = PairPerplexity(cfg, each.rows)
-        found = {"perplexity": WidthLosses(cfg, params, perplexity, run_dir / f"{lead}{LOSSES_FILE}")}
+        found = {"perplexity": WidthLosses(cfg, params, perplexity, run.folder / f"{lead}{LOSSES_FILE}")}
         if measure == "rouge2":
             judged = PairRouge(translator, each.sources, each.targets, recipe.answer_tokens)
-            found["rouge2"] = WidthLosses(cfg, params, judged, run_dir / f"{lead}{_ROUGE_FILE}")
+            found["rouge2"] = WidthLosses(cfg, params, judged, run.folder / f"{lead}{_ROUGE_FILE}")
         return found
 
     losses, unseen = measured(taken, ""), measured(kept, "held_out_")
     visits = pair_visits(translator.cfg, taken.rows, losses["perplexity"].params)
-    bits, facts = chosen_widths(losses, unseen, measure, visits.loads, own, target, console)
+    bits, facts = chosen_widths(losses, unseen, measure, visits.loads, own, target, run.own_console)
     tokens = sum(len(each) for _, each in taken.rows.pairs)
     facts |= {"measure": measure, "pairs": len(taken.targets), "tokens": tokens}
     encoder = visits.encoder.paths, visits.encoder.tokens

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +32,8 @@ from jaxllm.training.data.rows import Batch
 from jaxllm.training.loop.losses import Outputs, next_token_losses
 from jaxllm.training.loop.parallel import MeshShape, make_mesh, place_rows, placed
 from jaxllm.training.loop.run_files import write_json
-from jaxllm.training.seq2seq.batches import PairBatch, PairRows
 from jaxllm.training.seq2seq.job import cross_entropy, target_logits
+from jaxllm.training.seq2seq.pairs import PairBatch, PairRows
 from jaxllm.training.seq2seq.translation import Translator
 
 _LOWEST = 2
@@ -165,33 +165,17 @@ def _read_losses(path: Path) -> dict[str, float]:
         raise CheckpointError(f"cannot read {path}: {error}; remove it, and it is made again") from error
 
 
-@dataclasses.dataclass(frozen=True)
-class Visited:
-    """The visits of a text's tokens to the experts of a decoder, or of an encoder.
-
-    Attributes:
-      paths: counts of successive experts.
-      tokens: the experts of each token.
-    """
+class Visited(NamedTuple):
+    """Visits of a text's tokens to the experts of a decoder or encoder: counts of successive experts, and the
+    experts of each token."""
 
     paths: PathCounts
     tokens: TokenExperts
 
-    @classmethod
-    def of(cls, ids: np.ndarray, tokens: np.ndarray, experts: int) -> "Visited":
-        """Counts visits.
 
-        Args:
-          ids: `[L_sparse, M, k]` int, experts that M tokens visit.
-          tokens: `[M]` int, their ids.
-          experts: number of experts of a layer (E).
-        """
-        return cls(count_paths(ids, experts), count_tokens(ids, tokens, experts))
-
-    @property
-    def shares(self) -> np.ndarray:
-        """Shares of a layer's visits by expert, `[L_sparse, E]`."""
-        return self.paths.alone / np.maximum(self.paths.alone.sum(-1, keepdims=True), 1.0)
+def _visits(ids: np.ndarray, tokens: np.ndarray, experts: int) -> Visited:
+    """Counts the experts `[L_sparse, M, k]` that M tokens with ids `[M]` visit, of `experts` in a layer."""
+    return Visited(count_paths(ids, experts), count_tokens(ids, tokens, experts))
 
 
 class TextPerplexity(Measure):
@@ -222,7 +206,7 @@ class TextPerplexity(Measure):
         each_route = (np.asarray(self._on_rows(route, params, each)) for each in self._batches)
         ids = np.concatenate([found[:, where] for found, where in zip(each_route, read, strict=True)], axis=1)
         tokens = [np.asarray(each.tokens)[where] for each, where in zip(self._batches, read, strict=True)]
-        return Visited.of(ids, np.concatenate(tokens), self._cfg.experts)
+        return _visits(ids, np.concatenate(tokens), self._cfg.experts)
 
     def _on_rows(self, step: Callable[..., jax.Array], params: Params, batch: Batch) -> jax.Array:
         """Runs a step on a batch with rows divided over the mesh."""
@@ -332,7 +316,9 @@ def pair_visits(cfg: ModelConfig, rows: PairRows, params: Params) -> PairVisits:
     """Counts the visits of experts by pairs in a model with these parameters."""
     assert cfg.encoder is not None
     of_encoder, experts = len(sparse_layers(cfg.encoder)), cfg.experts
-    route: Callable[..., Any] = jax.jit(functools.partial(_pair_visited, cfg))
+    route: Callable[..., Any] = jax.jit(
+        lambda params, batch: [each.ids for each in target_logits(params, batch, cfg=cfg)[1]]
+    )
     sides: list[tuple[list[np.ndarray], list[np.ndarray]]] = [([], []), ([], [])]
     once = np.zeros((of_encoder, experts))
     for batch in rows.held_out():
@@ -349,7 +335,7 @@ def pair_visits(cfg: ModelConfig, rows: PairRows, params: Params) -> PairVisits:
         visits = np.stack(ids[:of_encoder])[..., 0, None] == np.arange(experts)
         once += (visits & read[..., None]).any(axis=2).sum(axis=1)
     encoder, decoder = (
-        Visited.of(np.concatenate(ids, axis=1), np.concatenate(tokens), experts) for ids, tokens in sides
+        _visits(np.concatenate(ids, axis=1), np.concatenate(tokens), experts) for ids, tokens in sides
     )
     return PairVisits(encoder, decoder, np.concatenate([once, decoder.paths.alone]) / len(rows.pairs))
 
@@ -358,8 +344,3 @@ def _pair_nats(cfg: ModelConfig, params: Any, batch: PairBatch) -> jax.Array:
     """The loss of a batch, summed over its targets."""
     logits, _ = target_logits(params, batch, cfg=cfg)
     return jnp.sum(cross_entropy(logits, batch.targets) * batch.weights)
-
-
-def _pair_visited(cfg: ModelConfig, params: Any, batch: PairBatch) -> list[jax.Array]:
-    """Returns the chosen experts `[B, T, k]` of tokens per sparse layer, the encoder's first."""
-    return [routing.ids for routing in target_logits(params, batch, cfg=cfg)[1]]

@@ -33,7 +33,7 @@ from jaxllm.models.features import require_decoder_alone
 from jaxllm.models.lora import adapt
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, dequantize
-from jaxllm.training.calibration import PrefillRecipe, bundle_of, require_folder_of, text_tokens
+from jaxllm.training.calibration import BundleOutput, PrefillRecipe, bundle_of, text_tokens
 from jaxllm.training.loop.fitting import FrozenModel
 
 
@@ -41,24 +41,20 @@ from jaxllm.training.loop.fitting import FrozenModel
 def calibrate_prefill(
     recipe: PrefillRecipe,
     model: Path,
-    out: Path,
+    out: BundleOutput,
     *,
     most_loss: float = MOST_LOSS,
     texts: Sequence[Path] = (),
-    name: str = "",
-    console: Console | None = None,
 ) -> dict[str, Any]:
     """Makes a bundle for integer prefill.
 
     Args:
       recipe: sizes of the calibration.
       model: Hugging Face folder, or a bundle of 8-bit weights (an elastic one keeps its levels).
-      out: path of the new bundle, written atomically.
+      out: the new bundle.
       most_loss: tolerable growth of the perplexity, as a share, on the text and on held-out text: it
         determines the numbers of layers with a shadow, and then of channels.
       texts: files to calibrate on; Python's language reference if empty.
-      name: display name of the model; its own by default.
-      console: console of the progress; the terminal's error stream by default.
 
     Returns:
       The results: layers with shadow, channels, bytes, and losses by level.
@@ -67,14 +63,13 @@ def calibrate_prefill(
       ConfigError: the model has experts or other weights, there is too little text, or the loss is too large.
       CheckpointError: the model cannot be read.
     """
-    console, model, out = console or Console(stderr=True), Path(model), Path(out)
-    require_folder_of(out)
+    console, model = Console(stderr=True), Path(model)
     floats = None
     if model.is_dir():
         frozen = FrozenModel.read(model)
         require_integer_prefill(frozen.cfg)
         floats = frozen.params
-    with bundle_of(model, "int8", name) as bundle:
+    with bundle_of(model, "int8", out.name) as bundle:
         require_decoder_alone(bundle.cfg, "integer prefill")
         fitted, facts, weights = _calibrated(bundle, floats, recipe, most_loss, texts, console)
         calibration = fitted.calibration
@@ -84,12 +79,12 @@ def calibrate_prefill(
                 f"much is left to shadows, and {most_loss:.2%} were allowed; allow more (--max-loss "
                 "SHARE), or calibrate on more text of the kind that the model reads (--tokens, --text)"
             )
-        rewrite_bundle(out, bundle, prefill_parts(calibration, facts), name=name, instead=weights)
+        rewrite_bundle(out.path, bundle, prefill_parts(calibration, facts), name=out.name, instead=weights)
     most = max(calibration.loss(level) for level in calibration.levels if level not in fitted.lossy)
     if most > MOST_LOSS:
         console.print(
-            f"{out} loses {most:.2%}: engines compute its prompts in integers where the user allows that "
-            f"loss (--max-prefill-loss {math.ceil(1000 * most) / 10:g}%)"
+            f"{out.path} loses {most:.2%}: engines compute its prompts in integers where the user allows "
+            f"that loss (--max-prefill-loss {math.ceil(1000 * most) / 10:g}%)"
         )
     if fitted.lossy:
         console.print(
@@ -179,6 +174,6 @@ def _texts(
     """Rows to calibrate on, and rows that are held out."""
     tokens = text_tokens(bundle, 2 * recipe.tokens, paths)
     length = min(recipe.row_tokens, bundle.cfg.window_tokens)
-    rows = whole_rows(tokens[: 2 * recipe.tokens], length)
+    rows = whole_rows(tokens, length)
     # Alternates, so that both have all kinds of the text.
     return rows[::2], rows[1::2]

@@ -4,20 +4,17 @@ models that are not trained, for adapters over them and for measurements.
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tokenizers
 from jax.sharding import Mesh
-from rich.console import Console
 
 from jaxllm.bundle import Bundle, WeightFormat
-from jaxllm.checkpoints import huggingface
-from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
+from jaxllm.checkpoints.huggingface import Checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.input_files import read_text
@@ -27,9 +24,9 @@ from jaxllm.text.library_tokenizer import parse_tokenizer_json
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.training.data.documents import digesting, model_digest
 from jaxllm.training.loop.checkpoints import read_best
-from jaxllm.training.loop.monitoring import Log, Monitoring
+from jaxllm.training.loop.monitoring import Log
 from jaxllm.training.loop.parallel import MeshShape, laid_out, make_mesh, placed, require_divisible
-from jaxllm.training.loop.run_files import checkpoints_of, write_json
+from jaxllm.training.loop.run_files import Run, checkpoints_of, read_identity
 from jaxllm.training.loop.trainer import Batch, Job, Trainer, train
 from jaxllm.training.settings import TrainSettings
 
@@ -51,50 +48,41 @@ class FrozenModel:
     digest: str = ""
 
     @classmethod
-    def read_onto(
-        cls, mesh: Mesh, model: Path, weights: WeightFormat | None = None, *, stack: bool = True
+    def read(
+        cls,
+        model: Path,
+        weights: WeightFormat | None = None,
+        *,
+        mesh: Mesh | None = None,
+        stack: bool = False,
     ) -> "FrozenModel":
-        """Reads a model onto the devices of a mesh, as `read` does.
-
-        From a folder at `f32` or `bf16` the host holds one tensor at a time, and each device only its
-        shards; off CPUs equal layers of decoder-only models are stacked if `stack`.
-
-        Raises:
-          CheckpointError, ConfigError: see `read`.
-        """
-        model = Path(model)
-        if not model.is_dir() or weights not in (None, *_DENSE):
-            return cls.read(model, weights)
-        cfg, tokenizer = huggingface.read_config(model), Tokenizer(read_tokenizer(model))
-        require_divisible(cfg, mesh)
-        digests: dict[str, str] = {}
-        dtype = jnp.dtype(_DENSE[weights or "f32"])
-        tensors = digesting(huggingface.read_params(model, cfg), digests)
-        params: Params = laid_out(tensors, cfg, mesh, dtype) if stack else placed(tensors, mesh, dtype)
-        digest = model_digest({"model": cfg, "tensors": digests, "dtype": dtype.name})
-        return cls(cfg, params, tokenizer, model.resolve().name, digest)
-
-    @classmethod
-    def read(cls, model: Path, weights: WeightFormat | None = None) -> "FrozenModel":
         """Reads a bundle, or a Hugging Face folder at the width `weights` (float32 by default).
+
+        From a folder at `f32` or `bf16` the host holds one tensor at a time, and each device of `mesh` (one
+        by default) only its shards; with `stack` equal layers of decoder-only models are stacked off CPUs.
 
         Raises:
           CheckpointError: there is no such model.
-          ConfigError: a bundle is requested at another width than its own.
+          ConfigError: a bundle is requested at another width than its own, or the mesh does not divide the
+            model.
         """
         model = Path(model)
-        if model.is_dir():
-            if weights in (None, "f32"):
-                cfg = huggingface.read_config(model)
-                params = {
-                    name: jnp.asarray(value, jnp.float32)
-                    for name, value in huggingface.read_params(model, cfg)
-                }
-                return cls(cfg, params, Tokenizer(read_tokenizer(model)), model.resolve().name)
+        if not model.is_dir():
+            return cls._of_bundle(model, weights)
+        name, weights = model.resolve().name, weights or "f32"
+        if weights not in _DENSE:
             with tempfile.TemporaryDirectory() as folder:
-                prepare(model, Path(folder) / "base.jaxllm", weights=weights, name=model.resolve().name)
+                prepare(model, Path(folder) / "base.jaxllm", weights=weights, name=name)
                 return cls._of_bundle(Path(folder) / "base.jaxllm")
-        return cls._of_bundle(model, weights)
+        mesh = mesh or make_mesh(MeshShape(data=1), 1)
+        checkpoint, dtype = Checkpoint(model), jnp.dtype(_DENSE[weights])
+        cfg, tokenizer = checkpoint.cfg, Tokenizer(checkpoint.tokenizer)
+        require_divisible(cfg, mesh)
+        digests: dict[str, str] = {}
+        tensors = digesting(checkpoint.params(), digests)
+        params: Params = laid_out(tensors, cfg, mesh, dtype) if stack else placed(tensors, mesh, dtype)
+        digest = model_digest({"model": cfg, "tensors": digests, "dtype": dtype.name})
+        return cls(cfg, params, tokenizer, name, digest)
 
     def fingerprint(self) -> str:
         """A hexadecimal name for the config and all weights."""
@@ -135,41 +123,38 @@ def fit(
     trainer: Trainer,
     batch_at: Callable[[int], Batch],
     held_out: Callable[[], Iterable[Batch]],
-    folder: Path,
+    run: Run,
     sources: Sequence[str],
-    monitoring: Monitoring,
 ) -> Fitted:
-    """Trains to the last step, or resumes from the checkpoints in `folder`.
+    """Trains to the last step, or resumes from the run's checkpoints.
 
     Args:
       trainer: job, settings and devices.
       batch_at, held_out: see `jaxllm.training.loop.trainer.train`.
-      folder: folder of `metrics.jsonl`, which only the first process writes, and of `checkpoints/`, unless
-        the run stores them elsewhere (see `keep_checkpoints_at`); created if missing.
+      run: the run; its folder gets `metrics.jsonl`, which only the first process writes, and `checkpoints/`,
+        unless the run stores them elsewhere (see `keep_checkpoints_at`).
       sources: names of the batches' sources, by number.
-      monitoring: destinations of the progress.
 
     Raises:
       ConfigError: no step is left to trace.
       JaxllmError: the loss is no longer finite.
       CheckpointError: a checkpoint cannot be read.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    metrics, console = folder if jax.process_index() == 0 else None, monitoring.own_console()
-    with Log(metrics, trainer.settings.steps, console, sources, tensorboard=monitoring.tensorboard) as log:
-        train(trainer, batch_at, held_out, checkpoints_of(folder), log, profile=monitoring.profile)
-    best, step, loss = read_best(checkpoints_of(folder), trainer.abstract())
+    run.folder.mkdir(parents=True, exist_ok=True)
+    checkpoints = checkpoints_of(run.folder)
+    with Log(run, trainer.settings.steps, sources) as log:
+        train(trainer, batch_at, held_out, checkpoints, log, profile=run.profile)
+    best, step, loss = read_best(checkpoints, trainer.abstract())
     return Fitted(best.params, step, loss)
 
 
-def fitted_to_window(recipe: Settings, cfg: ModelConfig, console: Console) -> Settings:
+def fitted_to_window(recipe: Settings, cfg: ModelConfig, run: Run) -> Settings:
     """Fits a recipe's rows to a model's window (see `TrainSettings.within`), and prints the changes."""
     fitted = recipe.within(cfg.window_tokens)
     if fitted is not recipe:
-        console.print(
+        run.say(
             f"the model's window is {fitted.row_tokens:,} tokens: a step has {fitted.batch} rows of as many, "
-            f"instead of {recipe.batch} of {recipe.row_tokens:,}",
-            soft_wrap=True,
+            f"instead of {recipe.batch} of {recipe.row_tokens:,}"
         )
     return fitted
 
@@ -177,7 +162,7 @@ def fitted_to_window(recipe: Settings, cfg: ModelConfig, console: Console) -> Se
 TOKENIZER_FILE = "tokenizer.json"
 # The best checkpoint as a Hugging Face folder, in a run's folder.
 MODEL_FOLDER = "hf"
-Write = Callable[[Path, Mapping[str, np.ndarray]], None]
+Write = Callable[[Path, Settings, tokenizers.Tokenizer, Any], None]
 
 
 def read_tokenizer_file(path: Path) -> tokenizers.Tokenizer:
@@ -193,43 +178,39 @@ def read_tokenizer_file(path: Path) -> tokenizers.Tokenizer:
 
 
 def export_best_of(
-    run_dir: Path, job: Job, settings: TrainSettings, write: Write, out: Path | None = None
+    run_dir: Path, kind: type[Settings], job_of: Callable[[Settings], Job], write: Write, out: Path | None
 ) -> Path:
     """Writes the checkpoint with the lowest held-out loss so far as a folder; also while another process
     continues the run.
 
     Args:
       run_dir: the run's folder.
-      job: job of the run, for its parameters' shapes.
-      settings: settings of the run.
-      write: function of (a folder, the parameters) that writes them.
-      out: folder to write; `run_dir/hf` by default.
+      kind: class of the run's recipe.
+      job_of: function from the recipe to the job of the run, for its parameters' shapes.
+      write: function of (a folder, the recipe, the run's tokenizer, the parameters) that writes them.
+      out: folder to write; None for `hf` in the run's.
 
     Returns:
       The folder that was written.
 
     Raises:
-      CheckpointError: there is no checkpoint yet.
+      CheckpointError: `run_dir` contains no run, or no checkpoint yet.
     """
-    trainer = Trainer(job, settings, make_mesh(MeshShape(data=1), 1))
+    run_dir = Path(run_dir)
+    recipe = kind.from_json(read_identity(run_dir)["recipe"])
+    tokenizer = read_tokenizer_file(run_dir / TOKENIZER_FILE)
+    trainer = Trainer(job_of(recipe), recipe, make_mesh(MeshShape(data=1), 1))
     best, _, _ = read_best(checkpoints_of(run_dir), trainer.abstract())
     out = out or run_dir / MODEL_FOLDER
-    write(out, trainer.whole(best.params))
+    write(out, recipe, tokenizer, trainer.whole(best.params))
     return out
 
 
-def report_summary(run_dir: Path, summary: Mapping[str, Any], console: Console) -> None:
-    """Writes a run's `summary.json`, and prints it."""
-    write_json(run_dir / "summary.json", summary)
-    console.print_json(data=summary)
-
-
-def read_teacher(folder: Path | None, read: Callable[[Path], Any], *, share: float, vocab_size: int) -> Any:
-    """Reads the teacher in a folder; None for a recipe without one.
+def read_teacher(folder: Path | None, *, share: float, vocab_size: int) -> FrozenModel | None:
+    """Reads the teacher in a Hugging Face folder; None for a recipe without one.
 
     Args:
-      folder: a Hugging Face folder, if one was given.
-      read: function that reads the teacher, which has a `cfg`.
+      folder: the folder, if one was given.
       share: the recipe's `teacher_share`.
       vocab_size: vocabulary size of the recipe's model.
 
@@ -243,7 +224,7 @@ def read_teacher(folder: Path | None, read: Callable[[Path], Any], *, share: flo
         )
     if folder is None:
         return None
-    teacher = read(folder)
+    teacher = FrozenModel.read(folder)
     if teacher.cfg.vocab_size != vocab_size:
         raise ConfigError(
             f"the teacher has {teacher.cfg.vocab_size} tokens, the recipe's model {vocab_size}; "

@@ -132,7 +132,10 @@ def explain_memory_errors(
             ) from error
         if not _OF_A_DEVICE.search(text):
             raise
-        compiled, there = step(), _limit()
+        compiled, device = step(), jax.local_devices()[0]
+        limit, there = (device.memory_stats() or {}).get("bytes_limit"), device.device_kind
+        if limit is not None:
+            there = f"the {limit / 2**30:.1f} GiB of {there}"
         if compiled is None:
             change = what_to_change(0, 1, settings)
             raise ConfigError(f"a step does not fit {there}: take {change}") from error
@@ -142,9 +145,3 @@ def explain_memory_errors(
             f"a step needs {(state + temporary) / 2**30:.1f} GiB per device and does not fit {there}: take "
             f"{what_to_change(state, temporary, settings)}"
         ) from error
-
-
-def _limit() -> str:
-    device = jax.local_devices()[0]
-    limit = (device.memory_stats() or {}).get("bytes_limit")
-    return device.device_kind if limit is None else f"the {limit / 2**30:.1f} GiB of {device.device_kind}"

@@ -7,7 +7,7 @@ vocabulary, in the backward pass too: no array `[B, T, V]` exists.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,15 +31,6 @@ _BLOCK_TOKENS = 8192
 _LEAST_BLOCK_TOKENS = 1024
 # Rows of the head `[n, D]`, and the id of the first, an int32 scalar.
 _Block = tuple[jax.Array, jax.Array]
-
-
-class Targets(Protocol):
-    """Fields of a batch that losses read: the targets `[B, T]` int32."""
-
-    @property
-    def targets(self) -> Any:
-        """See above."""
-        ...
 
 
 @jax.tree_util.register_dataclass
@@ -100,7 +91,7 @@ def as_computed(params: Params, dtype: DTypeLike) -> Params:
     return {name: cast(name, weight) for name, weight in params.items()}
 
 
-def next_token_losses(outputs: Outputs, batch: Targets) -> jax.Array:
+def next_token_losses(outputs: Outputs, batch: Any) -> jax.Array:
     """Cross entropy in nats `[B, T]` float32 of the targets of a batch."""
     targets = jnp.asarray(batch.targets)
     if outputs.logits is not None:
@@ -109,9 +100,7 @@ def next_token_losses(outputs: Outputs, batch: Targets) -> jax.Array:
     return jax.nn.logsumexp(sums, axis=0) - of_targets.sum(0)
 
 
-def distillation_losses(
-    outputs: Outputs, teacher: Outputs, batch: Targets, *, teacher_share: float
-) -> jax.Array:
+def distillation_losses(outputs: Outputs, teacher: Outputs, batch: Any, *, teacher_share: float) -> jax.Array:
     """Returns losses `[B, T]` float32 of a student: `teacher_share` times the cross entropy with the
     teacher's distribution over the next token, plus the rest with the target (arXiv 1503.02531, section 2).
     No gradient reaches the teacher."""
@@ -126,7 +115,7 @@ def distillation_losses(
     return jax.nn.logsumexp(sums, axis=0) - share * expected.sum(0) - rest * of_targets.sum(0)
 
 
-def divergences(outputs: Outputs, teacher: Outputs, batch: Targets) -> jax.Array:
+def divergences(outputs: Outputs, teacher: Outputs, batch: Any) -> jax.Array:
     """Kullback-Leibler divergences `[B, T]` float32, in nats, of a model's distribution over the next token
     from the teacher's. No gradient reaches the teacher."""
     teacher = jax.lax.stop_gradient(teacher)
@@ -169,16 +158,12 @@ def _over_blocks(
             wanted = jnp.exp(teacher_logits_of(others) - total[..., None])
             # A padded entry's logit is far below zero, but finite, so that its probability of zero wins.
             expected = (wanted * part).sum(-1)
-        return jax.nn.logsumexp(part, axis=-1), _of_targets(part, targets, own), expected
+        place = targets - own[1]
+        inside = (place >= 0) & (place < part.shape[-1])
+        found = jnp.take_along_axis(part, jnp.clip(place, 0, part.shape[-1] - 1)[..., None], axis=-1)
+        return jax.nn.logsumexp(part, axis=-1), jnp.where(inside, found[..., 0], jnp.float32(0)), expected
 
     return jax.lax.map(block, (blocks, teacher_blocks))
-
-
-def _of_targets(logits: jax.Array, targets: jax.Array, block: _Block) -> jax.Array:
-    place = targets - block[1]
-    inside = (place >= 0) & (place < logits.shape[-1])
-    found = jnp.take_along_axis(logits, jnp.clip(place, 0, logits.shape[-1] - 1)[..., None], axis=-1)
-    return jnp.where(inside, found[..., 0], jnp.float32(0))
 
 
 def _blocks(outputs: Outputs) -> tuple[Callable[[_Block], jax.Array], _Block]:

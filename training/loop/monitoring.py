@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as ProgressBar
 
 from jaxllm.errors import ConfigError
-from jaxllm.training.loop.run_files import write_text
+from jaxllm.training.loop.run_files import Run, is_first, write_text
 
 _NOTE = b"\nstopping after this step, which is saved; Ctrl-C again ends at once\n"
 
@@ -102,31 +102,6 @@ class Progress:
     held_out_by_source: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Monitoring:
-    """Destinations of a run's progress.
-
-    Attributes:
-      console: console of lines of progress; None for the terminal's error stream.
-      tensorboard: whether TensorBoard's events are written into the run's folder, too.
-      profile: a folder for a trace of a few steps, see `StepTrace`; None for no trace.
-    """
-
-    console: Console | None = None
-    tensorboard: bool = False
-    profile: Path | None = None
-
-    def untraced(self) -> "Monitoring":
-        """The same destinations, without a trace."""
-        return dataclasses.replace(self, profile=None)
-
-    def own_console(self) -> Console:
-        """The console of this process; all but the first are silent."""
-        if jax.process_index():
-            return Console(quiet=True)
-        return self.console or Console(stderr=True)
-
-
 @contextlib.contextmanager
 def progress_bar(console: Console, name: str) -> Iterator[Callable[[int, int], None]]:
     """Shows a bar during the block; yields a callback for (done, total)."""
@@ -189,28 +164,19 @@ class StepTrace:
 
 
 class Log:
-    """Writes the loop's records; a context that shows the progress bar.
+    """Writes the loop's records into `metrics.jsonl` and `tensorboard/`, in the first process; a context that
+    shows the progress bar.
 
     Args:
-      folder: folder of the run, for `metrics.jsonl` and `tensorboard/`; None writes no files.
+      run: the run.
       steps: number of steps of the whole run.
-      console: console of the bar and lines.
       sources: names, by number.
-      tensorboard: whether to write TensorBoard's events, too.
     """
 
-    def __init__(
-        self,
-        folder: Path | None,
-        steps: int,
-        console: Console,
-        sources: Sequence[str] = (),
-        *,
-        tensorboard: bool = False,
-    ) -> None:
-        self._path = None if folder is None else Path(folder) / "metrics.jsonl"
-        self._console, self._sources = console, sources
-        self._events = _event_writer(Path(folder) / "tensorboard") if tensorboard and folder else None
+    def __init__(self, run: Run, steps: int, sources: Sequence[str] = ()) -> None:
+        self._path = run.folder / "metrics.jsonl" if is_first() else None
+        self._console, self._sources = (console := run.own_console), sources
+        self._events = _event_writer(run.folder / "tensorboard") if run.tensorboard and is_first() else None
         self._bar = ProgressBar(
             TextColumn("step"),
             BarColumn(),

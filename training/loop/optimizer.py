@@ -88,18 +88,15 @@ def orthogonal(matrices: Mapping[str, jax.Array], dtype: Any = jnp.float32) -> d
         alike.setdefault((min(stack.shape[1:]), max(stack.shape[1:])), []).append(name)
     found: dict[str, jax.Array] = {}
     for names in alike.values():
-        wide = [_wide(matrices[name].astype(dtype)) for name in names]
+        stacks = [matrices[name].astype(dtype) for name in names]
+        # Products are of rows with rows: few rows are less work.
+        wide = [each.swapaxes(1, 2) if each.shape[1] > each.shape[2] else each for each in stacks]
         done = _divided(jnp.concatenate(wide))
         starts = np.cumsum([0, *(each.shape[0] for each in wide)])
         for name, start, end in zip(names, starts, starts[1:], strict=False):
             own = done[start:end]
             found[name] = own if own.shape[1:] == matrices[name].shape[1:] else own.swapaxes(1, 2)
     return {name: found[name] for name in matrices}
-
-
-def _wide(stack: jax.Array) -> jax.Array:
-    # Products are of rows with rows: few rows are less work.
-    return stack.swapaxes(1, 2) if stack.shape[1] > stack.shape[2] else stack
 
 
 def _divided(stack: jax.Array) -> jax.Array:

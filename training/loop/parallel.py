@@ -21,6 +21,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.scanned_layers import STACKS, stack_name
+from jaxllm.training.settings import TrainSettings
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = PartitionSpec(("data", "fsdp"))
@@ -63,6 +64,14 @@ class MeshShape:
                 raise ConfigError(f"a mesh is written like data=2,fsdp=2,tensor=1, got {text!r}")
             sizes[axis.strip()] = int(size)
         return cls(**sizes)
+
+
+ALL_DEVICES = MeshShape()
+
+
+def mesh_for(shape: MeshShape, settings: TrainSettings) -> Mesh:
+    """Makes a mesh for steps of these settings; raises ConfigError, see `make_mesh`."""
+    return make_mesh(shape, settings.batch // settings.accumulate)
 
 
 def make_mesh(shape: MeshShape, rows: int) -> Mesh:

@@ -1,6 +1,7 @@
-"""Writes small files of a run's folder atomically; `recipe.json` identifies the run."""
+"""Describes a run: its folder, whose `recipe.json` identifies it, its devices, and where it reports."""
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from rich.console import Console
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import read_text
 from jaxllm.training.data.sources import require_bucket, require_local
+from jaxllm.training.loop.parallel import ALL_DEVICES, MeshShape, mesh_for
 from jaxllm.training.settings import Recipe, TrainSettings
 
 RECIPE_FILE = "recipe.json"
@@ -22,6 +26,53 @@ URL_FILE = "checkpoints.url"
 
 # Settings that a resumed run may change: duration, ways to compute, and reports.
 _MAY_CHANGE = ("steps", "accumulate", "remat", "checkpoint_steps", "log_steps")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """A run, or a stage of one.
+
+    Attributes:
+      folder: its folder, created if missing; the same job in the same folder resumes.
+      data: folder of the recipe's sources.
+      mesh_shape: devices.
+      console: console of lines of progress; None for the terminal's error stream.
+      tensorboard: whether TensorBoard's events are written into the folder, too.
+      profile: folder for a trace of a few steps (see `StepTrace`); None for no trace.
+    """
+
+    folder: Path
+    data: Path | None = None
+    mesh_shape: MeshShape = ALL_DEVICES
+    console: Console | None = None
+    tensorboard: bool = False
+    profile: Path | None = None
+
+    @property
+    def own_console(self) -> Console:
+        """The console of this process; all but the first are silent."""
+        if not is_first():
+            return Console(quiet=True)
+        return self.console or Console(stderr=True)
+
+    def mesh(self, settings: TrainSettings) -> Mesh:
+        """The run's devices, for steps of these settings; raises ConfigError, see `make_mesh`."""
+        return mesh_for(self.mesh_shape, settings)
+
+    def stage(self, *names: str, traced: bool = True) -> "Run":
+        """A stage with its own folder inside the run's."""
+        profile = self.profile if traced else None
+        return dataclasses.replace(self, folder=self.folder.joinpath(*names), profile=profile)
+
+    def say(self, text: str) -> None:
+        """Prints a line of progress."""
+        self.own_console.print(text, soft_wrap=True)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Writes the run's `summary.json`, in the first process, and prints it."""
+        if is_first():
+            write_json(self.folder / "summary.json", summary)
+        self.own_console.print_json(data=summary)
 
 
 def keep_checkpoints_at(run_dir: Path, url: str | None) -> None:
@@ -72,6 +123,11 @@ def _url_of(run_dir: Path) -> str | None:
     return read_text(path).strip() if path.exists() else None
 
 
+def is_first() -> bool:
+    """Whether this process is the first of its group, which writes files."""
+    return jax.process_index() == 0
+
+
 def wait_for_first(name: str) -> None:
     """Waits until the first process has written files that the others read."""
     if jax.process_count() > 1:
@@ -119,7 +175,7 @@ def claimed(run_dir: Path, recipe: Recipe, **learns_from: str) -> Iterator[bool]
     if resuming:
         _check_identity(run_dir, recipe, learns_from)
     yield resuming
-    if not resuming and jax.process_index() == 0:
+    if not resuming and is_first():
         write_json(run_dir / RECIPE_FILE, {"recipe": _as_computed(recipe), **learns_from})
 
 

@@ -27,7 +27,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import JaxllmError
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.scanned_layers import stacked, unstacked
-from jaxllm.training.data.packing import spread
+from jaxllm.training.data.rows import spread
 from jaxllm.training.loop.checkpoints import Checkpoints, Params, TrainState
 from jaxllm.training.loop.hardware import explain_memory_errors, peak_memory_bytes, utilization
 from jaxllm.training.loop.monitoring import Preemption, Progress, StepTrace

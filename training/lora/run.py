@@ -1,12 +1,15 @@
-"""Trains low-rank adapters on a frozen model, and saves them in PEFT's layout (LoRA, arXiv 2106.09685).
+"""Trains from a model: low-rank adapters over its frozen weights, in PEFT's layout (LoRA, arXiv 2106.09685),
+or all of its weights, on texts and on answers of conversations.
 
-The model's weights may have any width; over 8 or 4 bits this is QLoRA (arXiv 2305.14314) without its paging.
+Frozen weights may have any width; over 8 or 4 bits this is QLoRA (arXiv 2305.14314) without its paging.
 
-A run's folder has `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the end `adapter/` and
-`summary.json`. The frozen weights are read from the model's folder or bundle and never written.
+A run's folder has `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the end `adapter/` or
+`hf/`, and `summary.json`. The model's own files are never written.
 """
 
 import dataclasses
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,29 +17,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console
 
 from jaxllm.bundle import WeightFormat
-from jaxllm.checkpoints import huggingface, peft
+from jaxllm.checkpoints import huggingface, peft, tokenizer_folder
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.files.input_files import read_json
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.models.lora import LoraConfig, adapt, adapted_parameters, init_adapter
 from jaxllm.models.parameters import Params
 from jaxllm.options import option
+from jaxllm.text.tokenizer import TokenizerFiles
 from jaxllm.training.data.corpus import Corpus
 from jaxllm.training.data.encoders import ModelEncoder
-from jaxllm.training.data.packing import Splits
+from jaxllm.training.data.rows import Splits
 from jaxllm.training.data.sources import Source
 from jaxllm.training.loop.dry_run import estimate, frozen_shapes
-from jaxllm.training.loop.fitting import FrozenModel, fit, fitted_to_window
+from jaxllm.training.loop.fitting import MODEL_FOLDER, Fitted, FrozenModel, fit, fitted_to_window
 from jaxllm.training.loop.hardware import step_flops_per_token
 from jaxllm.training.loop.losses import next_token_losses
-from jaxllm.training.loop.monitoring import Monitoring
-from jaxllm.training.loop.parallel import MeshShape, make_mesh, own_rows
-from jaxllm.training.loop.run_files import claimed, wait_for_first, write_json
+from jaxllm.training.loop.parallel import ALL_DEVICES, MeshShape, mesh_for, own_rows
+from jaxllm.training.loop.run_files import Run, claimed, is_first, wait_for_first
 from jaxllm.training.loop.trainer import Job, Trainer
+from jaxllm.training.pretrain.run import PretrainRecipe, pretrain_job
 from jaxllm.training.seq2seq.forward import AnyBatch, outputs_of_any
 from jaxllm.training.seq2seq.job import FAMILIES
 from jaxllm.training.seq2seq.pairs import PairSplits, read_splits
@@ -77,95 +81,129 @@ def lora_job(cfg: ModelConfig, params: Params, recipe: LoraRecipe) -> Job:
     return Job(init, losses, dict(params), cfg=cfg, frozen_cfg=cfg, flops_per_token=flops)
 
 
-@dataclasses.dataclass(frozen=True)
-class FittedAdapter:
-    """Result of training: the best adapter, its step, and held-out losses with and without it."""
-
-    adapter: dict[str, Any]
-    best_step: int
-    loss: float
-    without: float
-
-
-def fit_adapter(
-    trainer: Trainer, splits: Splits | PairSplits, folder: Path, monitoring: Monitoring
-) -> FittedAdapter:
-    """Trains an adapter, or resumes from the checkpoints in `folder`.
+def tune(trainer: Trainer, splits: Splits | PairSplits, run: Run) -> tuple[float, Fitted]:
+    """Trains from a model, or resumes from the checkpoints of `run`.
 
     Args:
-      trainer: trainer of a `lora_job`.
+      trainer: trainer of a job whose initial parameters compute what the model computes.
       splits: tokens of the run.
-      folder: folder of `checkpoints/` and `metrics.jsonl`, created if missing.
-      monitoring: destinations of the progress.
+      run: the run.
+
+    Returns:
+      The model's held-out loss before, in nats per token, and the best checkpoint.
     """
-    # An untrained adapter changes nothing: this is the loss of the model without one.
-    without, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
-    best = fit(
-        trainer, splits.train.batch_at, splits.held_out_batches, folder, splits.source_names, monitoring
-    )
-    return FittedAdapter(trainer.whole(best.params), best.step, best.loss, without)
+    before, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
+    batches = splits.train.batch_at, splits.held_out_batches
+    return before, fit(trainer, *batches, run, splits.source_names)
 
 
 @own_jax_settings()
-def train_lora(
-    recipe: LoraRecipe,
-    model: Path,
-    run_dir: Path,
-    *,
-    data: Path | None = None,
-    weights: WeightFormat | None = None,
-    mesh_shape: MeshShape | None = None,
-    monitoring: Monitoring | None = None,
-) -> Path:
-    """Trains an adapter, or resumes the run in `run_dir`, and writes the best.
+def train_lora(recipe: LoraRecipe, model: Path, run: Run, *, weights: WeightFormat | None = None) -> Path:
+    """Trains an adapter, or resumes the run, and writes the best.
 
     Args:
       recipe: recipe of the run.
       model: Hugging Face folder or bundle.
-      run_dir: folder of the run, created if missing.
-      data: folder of the recipe's sources.
+      run: the run.
       weights: width of a folder's frozen matrices; None for that of the recipe's precision.
-      mesh_shape: devices; all of them along `data` by default.
-      monitoring: destinations of the progress; the terminal's error stream by default.
 
     Returns:
-      The adapter's folder, `run_dir/adapter`.
+      The adapter's folder, `adapter` in the run's.
 
     Raises:
-      ConfigError: the sources or recipe are unusable, or `run_dir` belongs to another run.
+      ConfigError: the sources or recipe are unusable, or the folder belongs to another run.
       CheckpointError: the model cannot be read.
     """
-    run_dir, first = Path(run_dir), jax.process_index() == 0
-    monitoring = monitoring or Monitoring()
-    console = monitoring.own_console()
-    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
     if weights is None and Path(model).is_dir():
         weights = recipe.frozen_in
-    frozen = FrozenModel.read_onto(mesh, model, weights)
+    mesh = run.mesh(recipe)
+    frozen = FrozenModel.read(model, weights, mesh=mesh, stack=True)
     require_room(frozen.cfg, "adapters")
     require_trainable(frozen.cfg, recipe, "adapters")
     # Shorter rows are a multiple of as many, which the mesh divides as well.
-    recipe = fitted_to_window(recipe, frozen.cfg, console)
-    job = lora_job(frozen.cfg, frozen.params, recipe)
-    splits = claimed_splits(run_dir, recipe, frozen, mesh, data, console)
+    recipe = fitted_to_window(recipe, frozen.cfg, run)
+    job, adapter = lora_job(frozen.cfg, frozen.params, recipe), run.folder / "adapter"
+
+    def write(params: dict[str, Any]) -> None:
+        peft.write_adapter(adapter, frozen.cfg, recipe.lora, params, base=str(model))
+
+    what = f"of rank {recipe.lora.rank} on {frozen.name}"
+    _train_over(frozen, recipe, job, run, mesh, what=what, losses=("without", "with"), write=write)
+    return adapter
+
+
+@own_jax_settings()
+def train_on(recipe: PretrainRecipe, model: Path, run: Run) -> Path:
+    """Trains all weights of a model, or resumes the run, and exports the best.
+
+    Args:
+      recipe: recipe of the run; its model is replaced by the folder's.
+      model: Hugging Face folder to start from.
+      run: the run.
+
+    Returns:
+      The Hugging Face folder, `hf` in the run's.
+
+    Raises:
+      ConfigError: the sources or recipe are unusable, or the folder belongs to another run.
+      CheckpointError: the model cannot be read.
+    """
+    if recipe.teacher_share:
+        raise ConfigError("a model that is trained on has no teacher: take a recipe with teacher_share = 0")
+    if not recipe.sources:
+        raise ConfigError("say with --text or --chat what to learn, or take a recipe that names its sources")
+    cfg = huggingface.read_config(model)
+    require_decoder_alone(cfg, "training all weights of a model", "train an adapter (jaxllm lora --pairs)")
+    recipe = dataclasses.replace(fitted_to_window(recipe, cfg, run), model=cfg)
+    mesh = run.mesh(recipe)
+    start = FrozenModel.read(model, "f32", mesh=mesh, stack=True)
+    job = dataclasses.replace(pretrain_job(recipe), init=dict(start.params))
+    folder, what = run.folder / MODEL_FOLDER, f"of {start.name}"
+
+    def write(params: dict[str, Any]) -> None:
+        _write_like(folder, Path(model), cfg, start.tokenizer.files, params)
+
+    _train_over(start, recipe, job, run, mesh, what=what, losses=("before", "after"), write=write)
+    return folder
+
+
+def _train_over(
+    model: FrozenModel,
+    recipe: LoraRecipe | PretrainRecipe,
+    job: Job,
+    run: Run,
+    mesh: Mesh,
+    *,
+    what: str,
+    losses: tuple[str, str],
+    write: Callable[[dict[str, Any]], None],
+) -> None:
+    """Trains a job that begins at a model, writes the best parameters in the first process, and reports the
+    run: `what` describes the parameters, `losses` names the held-out losses before and after."""
+    splits = claimed_splits(run, recipe, model, mesh)
     trainer = Trainer(job, recipe, mesh)
-    console.print(
-        f"{_size(trainer):,} parameters of rank {recipe.lora.rank} on {frozen.name}; {splits.size()}; "
-        f"{recipe.steps:,} steps, {splits.epochs_at(recipe.steps):.1f} epochs",
-        soft_wrap=True,
+    count = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(trainer.abstract().params))
+    run.say(
+        f"{count:,} parameters {what} on {mesh.size} devices; {splits.size()}; {recipe.steps:,} steps, "
+        f"{splits.epochs_at(recipe.steps):.1f} epochs"
     )
-    fitted = fit_adapter(trainer, splits, run_dir, monitoring)
-    summary = {
-        "parameters": _size(trainer),
-        "best_step": fitted.best_step,
-        "held_out": {"without": fitted.without, "with": fitted.loss},
-    }
-    if first:
-        peft.write_adapter(run_dir / "adapter", frozen.cfg, recipe.lora, fitted.adapter, base=str(model))
-        write_json(run_dir / "summary.json", summary)
-    wait_for_first("adapter")
-    console.print_json(data=summary)
-    return run_dir / "adapter"
+    before, best = tune(trainer, splits, run)
+    whole = trainer.whole(best.params)
+    if is_first():
+        write(whole)
+    held_out = dict(zip(losses, (before, best.loss), strict=True))
+    run.finish({"parameters": count, "best_step": best.step, "held_out": held_out})
+    wait_for_first("result")
+
+
+def _write_like(folder: Path, model: Path, cfg: ModelConfig, files: TokenizerFiles, params: Any) -> None:
+    """Writes a folder like the one that training started from, with new weights."""
+    config = read_json(model / "config.json", "download the folder again")
+    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
+    huggingface.write_folder(folder, cfg, params, extra_config={"bos_token_id": None, **ids})
+    tokenizer_folder.write_tokenizer(folder, files)
+    if (model / "generation_config.json").is_file():
+        shutil.copyfile(model / "generation_config.json", folder / "generation_config.json")
 
 
 def dry_run_lora(
@@ -173,7 +211,7 @@ def dry_run_lora(
     model: Path,
     *,
     weights: WeightFormat | None = None,
-    mesh_shape: MeshShape | None = None,
+    mesh_shape: MeshShape = ALL_DEVICES,
     device: str = "",
 ) -> dict[str, Any]:
     """Estimates memory and time of a run from only the config of a folder; see
@@ -186,7 +224,7 @@ def dry_run_lora(
     cfg = huggingface.read_config(model)
     require_decoder_alone(cfg, "estimates of training", "train without --dry-run")
     recipe = recipe.within(cfg.window_tokens).on_accelerator()
-    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    mesh = mesh_for(mesh_shape, recipe)
     frozen = frozen_shapes(cfg, weights or recipe.frozen_in)
     return estimate(lora_job(cfg, {}, recipe), recipe, mesh, frozen=frozen, device=device).facts(recipe)
 
@@ -218,53 +256,46 @@ def require_trainable(cfg: ModelConfig, recipe: LoraRecipe, what: str) -> None:
 
 
 def claimed_splits(
-    run_dir: Path,
-    recipe: LoraRecipe,
-    frozen: FrozenModel,
+    run: Run,
+    recipe: LoraRecipe | PretrainRecipe,
+    model: FrozenModel,
     mesh: Mesh,
-    data: Path | None,
-    console: Console,
     *,
     shortened_share: float = 0.0,
     weights: str = "",
 ) -> Splits | PairSplits:
-    """Returns a run's training and held-out data; the first process claims its folder.
+    """Returns a run's training and held-out data, and prints what was left out; the first process claims the
+    run's folder.
 
     Args:
-      run_dir: folder of the run, created if missing.
+      run: the run.
       recipe: recipe of the run.
-      frozen: the model; for an encoder-decoder the sources are of pairs.
-      mesh: mesh that divides the rows of pairs.
-      data: folder of the sources.
-      console: console that malformed lines are printed on.
+      model: the model; for an encoder-decoder the sources are of pairs.
+      mesh: mesh that divides the rows.
       shortened_share: see `Corpus`.
       weights: name of the output weights, if the run depends on them.
 
     Raises:
       ConfigError: a source is unusable, or the folder belongs to another run.
     """
-    identity = {"model": frozen.fingerprint(), **({"weights": weights} if weights else {})}
-    if frozen.cfg.encoder is not None:
+    identity = {"model": model.fingerprint(), **({"weights": weights} if weights else {})}
+    if model.cfg.encoder is not None:
         pairs = read_splits(
             recipe.sources,
-            data,
-            frozen.tokenizer,
+            run.data,
+            model.tokenizer,
             recipe,
             held_out_share=recipe.held_out_share,
             rows_multiple=recipe.accumulate * mesh.shape["data"] * mesh.shape["fsdp"],
         )
-        with claimed(run_dir, recipe, **identity, documents=pairs.digest):
+        with claimed(run.folder, recipe, **identity, documents=pairs.digest):
             pass
         return pairs
-    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share, shortened_share=shortened_share)
-    corpus.tell(console)
+    corpus = Corpus.open(recipe.sources, run.data, recipe.held_out_share, shortened_share=shortened_share)
+    corpus.tell(run.own_console)
     own = own_rows(mesh, recipe.batch, recipe.accumulate)
-    with claimed(run_dir, recipe, **identity, documents=corpus.digest()):
-        encoder, folder = ModelEncoder(frozen.tokenizer), run_dir / "tokens"
+    with claimed(run.folder, recipe, **identity, documents=corpus.digest()):
+        encoder, folder = ModelEncoder(model.tokenizer), run.folder / "tokens"
         splits = Splits.of(corpus, encoder, recipe, folder, loader=recipe.loader, own=own)
     wait_for_first("recipe")
     return splits
-
-
-def _size(trainer: Trainer) -> int:
-    return sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(trainer.abstract().params))

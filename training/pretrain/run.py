@@ -1,9 +1,7 @@
-"""Trains a decoder from documents to a Hugging Face folder: tokenizer, token files, loop, export; or goes on
-with a folder's model: pretraining on texts, full fine-tuning on answers of conversations.
+"""Trains a decoder from documents to a Hugging Face folder: tokenizer, token files, loop, export.
 
-A run's folder has `recipe.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the end `hf/` and
-`summary.json`; of a new model `tokenizer.json`, too. Calling `pretrain` or `train_on` again on the same
-folder resumes. It never trains on `PretrainTexts.valid`.
+A run's folder has `recipe.json`, `tokenizer.json`, `tokens/`, `checkpoints/`, `metrics.jsonl`, and at the end
+`hf/` and `summary.json`. Calling `pretrain` again on the same folder resumes.
 
 Models of one family share a tokenizer (`tokenizer=`); a smaller one may learn from a larger (`teacher=`).
 """
@@ -21,18 +19,15 @@ from tokenizers import Tokenizer
 from jaxllm.checkpoints import huggingface, tokenizer_folder
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.files.input_files import read_json
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.models import parameters
-from jaxllm.models.features import require_decoder_alone
 from jaxllm.options import option
 from jaxllm.text.library_tokenizer import parse_tokenizer_json
 from jaxllm.text.tokenizer import TokenizerFiles
 from jaxllm.training.data.corpus import Corpus, TokenizedDocuments, exchanged, write_tokens
 from jaxllm.training.data.documents import read_texts, text_document
-from jaxllm.training.data.encoders import ModelEncoder, PieceEncoder
-from jaxllm.training.data.packing import Splits, evaluation_batches
-from jaxllm.training.data.rows import Batch, Rows
+from jaxllm.training.data.encoders import PieceEncoder
+from jaxllm.training.data.rows import Batch, Rows, Splits, evaluation_batches
 from jaxllm.training.data.sources import Source, source_name
 from jaxllm.training.data.tokenizer import (
     END_OF_TEXT,
@@ -50,16 +45,20 @@ from jaxllm.training.loop.fitting import (
     FrozenModel,
     export_best_of,
     fit,
-    fitted_to_window,
     read_teacher,
     read_tokenizer_file,
-    report_summary,
 )
 from jaxllm.training.loop.hardware import step_flops_per_token
 from jaxllm.training.loop.losses import distillation_losses, next_token_losses, outputs_of, router_penalty
-from jaxllm.training.loop.monitoring import Monitoring
-from jaxllm.training.loop.parallel import MeshShape, make_mesh, own_rows
-from jaxllm.training.loop.run_files import claimed, read_identity, wait_for_first, write_json, write_text
+from jaxllm.training.loop.parallel import ALL_DEVICES, MeshShape, mesh_for, own_rows
+from jaxllm.training.loop.run_files import (
+    Run,
+    claimed,
+    is_first,
+    wait_for_first,
+    write_json,
+    write_text,
+)
 from jaxllm.training.loop.trainer import Job, Trainer
 from jaxllm.training.settings import TrainSettings
 
@@ -88,21 +87,7 @@ class PretrainRecipe(TrainSettings):
         self.require_window(self.model.window_tokens)
 
 
-@dataclasses.dataclass(frozen=True)
-class Teacher:
-    """A trained model to distil; its vocabulary is the student's."""
-
-    cfg: ModelConfig
-    params: Params
-
-    @classmethod
-    def read(cls, folder: Path) -> "Teacher":
-        """Reads a Hugging Face folder."""
-        cfg = huggingface.read_config(folder)
-        return cls(cfg, {name: jnp.asarray(value) for name, value in huggingface.read_params(folder, cfg)})
-
-
-def pretrain_job(recipe: PretrainRecipe, teacher: Teacher | None = None) -> Job:
+def pretrain_job(recipe: PretrainRecipe, teacher: FrozenModel | None = None) -> Job:
     """Returns the job that trains a recipe's model."""
     cfg, dtype = recipe.model, jnp.dtype(recipe.computed_in)
 
@@ -126,106 +111,81 @@ def pretrain_job(recipe: PretrainRecipe, teacher: Teacher | None = None) -> Job:
         return Job(init, losses, cfg=cfg, flops_per_token=flops)
     # A teacher only runs forward.
     flops += step_flops_per_token(teacher.cfg, recipe.row_tokens) / 3
-    return Job(init, losses, teacher.params, cfg=cfg, frozen_cfg=teacher.cfg, flops_per_token=flops)
-
-
-@dataclasses.dataclass(frozen=True)
-class PretrainTexts:
-    """Texts of a pretraining run.
-
-    Attributes:
-      data: folder of the recipe's sources.
-      train: UTF-8 files for a recipe without sources; Python's own documentation if empty.
-      valid: text to report the final loss on, never trained on.
-    """
-
-    data: Path | None = None
-    train: Sequence[Path] = ()
-    valid: Sequence[Path] = ()
+    return Job(init, losses, dict(teacher.params), cfg=cfg, frozen_cfg=teacher.cfg, flops_per_token=flops)
 
 
 @own_jax_settings()
 def pretrain(
     recipe: PretrainRecipe,
-    run_dir: Path,
+    run: Run,
     *,
-    texts: PretrainTexts | None = None,
+    texts: Sequence[Path] = (),
+    valid: Sequence[Path] = (),
     tokenizer: Path | None = None,
     teacher: Path | None = None,
-    mesh_shape: MeshShape | None = None,
-    monitoring: Monitoring | None = None,
 ) -> Path:
-    """Trains a model from scratch, or resumes the run in `run_dir`, and exports the best.
+    """Trains a model from scratch, or resumes the run, and exports the best.
 
     Args:
       recipe: recipe of the run. On resumption only duration and logging may differ from the run's own.
-      run_dir: folder of the run, created if missing.
-      texts: texts to read; Python's own documentation by default.
+      run: the run.
+      texts: UTF-8 files for a recipe without sources; Python's own documentation if empty.
+      valid: text to report the final loss on, never trained on.
       tokenizer: `tokenizer.json` of this project; None trains one.
       teacher: Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
-      mesh_shape: devices; all of them along `data` by default.
-      monitoring: destinations of the progress; the terminal's error stream by default.
 
     Returns:
-      The Hugging Face folder, `run_dir/hf`.
+      The Hugging Face folder, `hf` in the run's.
 
     Raises:
-      ConfigError: the sources or recipe are unusable, or `run_dir` belongs to another run.
+      ConfigError: the sources or recipe are unusable, or the folder belongs to another run.
     """
-    run_dir, texts = Path(run_dir), texts or PretrainTexts()
-    first = jax.process_index() == 0
-    monitoring = monitoring or Monitoring()
-    console = monitoring.own_console()
-    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
-    taught = read_teacher(
-        teacher, Teacher.read, share=recipe.teacher_share, vocab_size=recipe.model.vocab_size
-    )
-    job = pretrain_job(recipe, taught)
-    corpus = Corpus.open(_sources(recipe, texts.train), texts.data, recipe.held_out_share)
+    mesh = run.mesh(recipe)
+    taught = read_teacher(teacher, share=recipe.teacher_share, vocab_size=recipe.model.vocab_size)
+    if recipe.sources and texts:
+        raise ConfigError("this recipe names its own sources: give --data and no --text")
+    sources = recipe.sources or tuple(Source(text=source_name(path)) for path in texts)
+    corpus = Corpus.open(sources, run.data, recipe.held_out_share)
     own = own_rows(mesh, recipe.batch, recipe.accumulate)
-    vocabulary, splits = _prepare_run(recipe, corpus, run_dir, tokenizer, own)
+    vocabulary, splits = _prepare_run(recipe, corpus, run.folder, tokenizer, own)
     encoder = PieceEncoder(vocabulary)
     batches, training = splits.train, splits.train.documents
-    trainer = Trainer(job, recipe, mesh)
-    tokens_per_step = recipe.batch * recipe.row_tokens
-    console.print(
-        f"{parameters.parameter_count(recipe.model):,} parameters on {mesh.size} devices; "
-        f"{splits.size()} to train on, "
+    trainer = Trainer(pretrain_job(recipe, taught), recipe, mesh)
+    tokens_per_step, count = recipe.batch * recipe.row_tokens, parameters.parameter_count(recipe.model)
+    run.say(
+        f"{count:,} parameters on {mesh.size} devices; {splits.size()} to train on, "
         f"{len(splits.held_out.tokens):,} held out; {recipe.steps:,} steps of {tokens_per_step:,} tokens, "
-        f"{batches.epochs_at(recipe.steps):.1f} epochs of {len(batches.epoch(0)):,} rows",
-        soft_wrap=True,
+        f"{batches.epochs_at(recipe.steps):.1f} epochs of {len(batches.epoch(0)):,} rows"
     )
-    best = fit(trainer, batches.batch_at, splits.held_out_batches, run_dir, splits.source_names, monitoring)
+    best = fit(trainer, batches.batch_at, splits.held_out_batches, run, splits.source_names)
     params, whole = best.params, trainer.whole(best.params)
-    if first:
-        write_model(run_dir / MODEL_FOLDER, recipe, vocabulary, whole)
+    if is_first():
+        write_model(run.folder / MODEL_FOLDER, recipe, vocabulary, whole)
     summary: dict[str, Any] = {
-        "parameters": parameters.parameter_count(recipe.model),
+        "parameters": count,
         "best_step": best.step,
         "tokens_seen": best.step * tokens_per_step,
         "epochs": round(batches.epochs_at(best.step), 3),
         "training": _size(training),
         "held_out": {"weighted_loss": best.loss, **_losses(trainer, params, splits.held_out, own)},
     }
-    if texts.valid:
-        if first:
-            valid = (text_document(text) for path in texts.valid for text in read_texts(path))
-            shutil.rmtree(run_dir / "tokens" / "valid", ignore_errors=True)
-            write_tokens(run_dir / "tokens" / "valid", ((0, each) for each in valid), encoder)
+    if valid:
+        folder = run.folder / "tokens" / "valid"
+        if is_first():
+            documents = (text_document(text) for path in valid for text in read_texts(path))
+            shutil.rmtree(folder, ignore_errors=True)
+            write_tokens(folder, ((0, each) for each in documents), encoder)
         wait_for_first("valid")
-        summary["valid"] = _losses(
-            trainer, params, TokenizedDocuments.read(run_dir / "tokens" / "valid"), own
-        )
-    if first:
-        report_summary(run_dir, summary, console)
-    return run_dir / MODEL_FOLDER
+        summary["valid"] = _losses(trainer, params, TokenizedDocuments.read(folder), own)
+    run.finish(summary)
+    return run.folder / MODEL_FOLDER
 
 
 def dry_run_pretrain(
     recipe: PretrainRecipe,
     model: Path | None = None,
     *,
-    mesh_shape: MeshShape | None = None,
+    mesh_shape: MeshShape = ALL_DEVICES,
     device: str = "",
 ) -> dict[str, Any]:
     """Estimates memory and time of a run, without its teacher; see `jaxllm.training.loop.dry_run`.
@@ -233,7 +193,7 @@ def dry_run_pretrain(
     Args:
       recipe: the run.
       model: a folder to train on; None: a new model, the recipe's.
-      mesh_shape: devices; all of them along `data` by default.
+      mesh_shape: devices.
       device: see `jaxllm.training.loop.dry_run.estimate`.
 
     Raises:
@@ -244,7 +204,7 @@ def dry_run_pretrain(
         cfg = huggingface.read_config(model)
         recipe = dataclasses.replace(recipe.within(cfg.window_tokens), model=cfg)
     recipe = recipe.on_accelerator()
-    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
+    mesh = mesh_for(mesh_shape, recipe)
     return estimate(pretrain_job(recipe), recipe, mesh, frozen=None, device=device).facts(recipe)
 
 
@@ -259,14 +219,7 @@ def export_best(run_dir: Path, out: Path | None = None) -> Path:
     Raises:
       CheckpointError: `run_dir` contains no run, or no checkpoint yet.
     """
-    run_dir = Path(run_dir)
-    recipe = run_recipe(run_dir)
-    tokenizer = read_tokenizer_file(run_dir / TOKENIZER_FILE)
-
-    def write(folder: Path, params: Any) -> None:
-        write_model(folder, recipe, tokenizer, params)
-
-    return export_best_of(run_dir, pretrain_job(recipe), recipe, write, out)
+    return export_best_of(run_dir, PretrainRecipe, pretrain_job, write_model, out)
 
 
 def write_model(folder: Path, recipe: PretrainRecipe, tokenizer: Tokenizer, params: Any) -> None:
@@ -289,22 +242,6 @@ def write_model(folder: Path, recipe: PretrainRecipe, tokenizer: Tokenizer, para
         ),
     )
     write_json(Path(folder) / "generation_config.json", ids)
-
-
-def run_recipe(run_dir: Path) -> PretrainRecipe:
-    """Reads the recipe of the run in `run_dir`.
-
-    Raises:
-      CheckpointError: there is no run in `run_dir`.
-      ConfigError: its recipe is of another version of this project.
-    """
-    return PretrainRecipe.from_json(read_identity(run_dir)["recipe"])
-
-
-def _sources(recipe: PretrainRecipe, text_paths: Sequence[Path]) -> tuple[Source, ...]:
-    if recipe.sources and text_paths:
-        raise ConfigError("this recipe names its own sources: give --data and no --text")
-    return recipe.sources or tuple(Source(text=source_name(path)) for path in text_paths)
 
 
 def _prepare_run(
@@ -358,80 +295,3 @@ def _losses(trainer: Trainer, params: Params, documents: TokenizedDocuments, own
     size = _size(documents)
     per_byte = loss * (size["tokens"] - size["documents"]) / max(size["bytes"], 1)
     return {"nats_per_token": loss, "nats_per_byte": per_byte, **size}
-
-
-@own_jax_settings()
-def train_on(
-    recipe: PretrainRecipe,
-    model: Path,
-    run_dir: Path,
-    *,
-    data: Path | None = None,
-    mesh_shape: MeshShape | None = None,
-    monitoring: Monitoring | None = None,
-) -> Path:
-    """Trains all weights of a model, or resumes the run in `run_dir`, and exports the best.
-
-    Args:
-      recipe: recipe of the run; its model is replaced by the folder's.
-      model: Hugging Face folder to start from.
-      run_dir: folder of the run, created if missing.
-      data: folder of the recipe's sources.
-      mesh_shape: devices; all of them along `data` by default.
-      monitoring: destinations of the progress; the terminal's error stream by default.
-
-    Returns:
-      The Hugging Face folder, `run_dir/hf`.
-
-    Raises:
-      ConfigError: the sources or recipe are unusable, or `run_dir` belongs to another run.
-      CheckpointError: the model cannot be read.
-    """
-    run_dir, first = Path(run_dir), jax.process_index() == 0
-    monitoring = monitoring or Monitoring()
-    console = monitoring.own_console()
-    if recipe.teacher_share:
-        raise ConfigError("a model that is trained on has no teacher: take a recipe with teacher_share = 0")
-    if not recipe.sources:
-        raise ConfigError("say with --text or --chat what to learn, or take a recipe that names its sources")
-    cfg = huggingface.read_config(model)
-    require_decoder_alone(cfg, "training all weights of a model", "train an adapter (jaxllm lora --pairs)")
-    recipe = dataclasses.replace(fitted_to_window(recipe, cfg, console), model=cfg)
-    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
-    start = FrozenModel.read_onto(mesh, model, "f32")
-    corpus = Corpus.open(recipe.sources, data, recipe.held_out_share).tell(console)
-    own = own_rows(mesh, recipe.batch, recipe.accumulate)
-    with claimed(run_dir, recipe, model=start.fingerprint(), documents=corpus.digest()):
-        encoder = ModelEncoder(start.tokenizer)
-        splits = Splits.of(corpus, encoder, recipe, run_dir / "tokens", loader=recipe.loader, own=own)
-    wait_for_first("recipe")
-    job = dataclasses.replace(pretrain_job(recipe), init=dict(start.params))
-    trainer = Trainer(job, recipe, mesh)
-    count = parameters.parameter_count(cfg)
-    console.print(
-        f"{count:,} parameters of {start.name} on {mesh.size} devices; "
-        f"{splits.size()}; {recipe.steps:,} steps, "
-        f"{splits.train.epochs_at(recipe.steps):.1f} epochs",
-        soft_wrap=True,
-    )
-    before, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
-    best = fit(
-        trainer, splits.train.batch_at, splits.held_out_batches, run_dir, splits.source_names, monitoring
-    )
-    whole = trainer.whole(best.params)
-    if first:
-        _write_like(run_dir / MODEL_FOLDER, Path(model), recipe, start, whole)
-        losses = {"before": before, "after": best.loss}
-        summary = {"parameters": count, "best_step": best.step, "held_out": losses}
-        report_summary(run_dir, summary, console)
-    return run_dir / MODEL_FOLDER
-
-
-def _write_like(folder: Path, model: Path, recipe: PretrainRecipe, start: FrozenModel, params: Any) -> None:
-    """Writes a folder like the one that training started from, with new weights."""
-    config = read_json(model / "config.json", "download the folder again")
-    ids = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
-    huggingface.write_folder(folder, recipe.model, params, extra_config={"bos_token_id": None, **ids})
-    tokenizer_folder.write_tokenizer(folder, start.tokenizer.files)
-    if (model / "generation_config.json").is_file():
-        shutil.copyfile(model / "generation_config.json", folder / "generation_config.json")

@@ -27,9 +27,9 @@ from jaxllm.models.relative_positions import position_biases
 from jaxllm.models.scanned_layers import Remat, remembering
 from jaxllm.nn.layers import MASKED, Heads, attention
 from jaxllm.nn.linear import to_units
-from jaxllm.training.data.packing import Batch
+from jaxllm.training.data.rows import Batch
 from jaxllm.training.loop.losses import Outputs, outputs_of, outputs_of_hidden
-from jaxllm.training.seq2seq.batches import PairBatch
+from jaxllm.training.seq2seq.pairs import PairBatch
 
 # Keys and values `[B, K, S, H]`.
 KeysValues = tuple[jax.Array, jax.Array]

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,20 +11,21 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from jaxllm.checkpoints import huggingface
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.experts.routing import Routing
 from jaxllm.models import decoder, parameters
 from jaxllm.models.architectures import architecture
-from jaxllm.models.parameters import ENCODER
 from jaxllm.models.scanned_layers import Remat
 from jaxllm.options import option
+from jaxllm.training.data.sources import Source
 from jaxllm.training.loop.checkpoints import Params
+from jaxllm.training.loop.fitting import FrozenModel
+from jaxllm.training.loop.hardware import step_flops_per_token
 from jaxllm.training.loop.losses import router_penalty
 from jaxllm.training.loop.trainer import Job
-from jaxllm.training.seq2seq.batches import PairBatch
 from jaxllm.training.seq2seq.forward import Drop, dropout, no_drop, target_hidden
+from jaxllm.training.seq2seq.pairs import PairBatch
 from jaxllm.training.settings import TrainSettings
 
 # Their layers are those of `jaxllm.training.seq2seq.forward`.
@@ -33,48 +33,32 @@ FAMILIES = ("t5", "mt5", "switch_transformers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PairSource:
-    """Source of pairs: two text files, whose lines with the same number are a pair, or JSON lines.
+class PairSource(Source):
+    """Source of pairs of one task.
 
     Attributes:
-      name: name in metrics, and of the task in the model's folder.
+      label: name in metrics, and of the task in the model's folder.
       prefix: task prefix of each source; one token of the tokenizer.
-      source: path of a UTF-8 file, a source in each line.
-      target: path of a UTF-8 file with the target of each line; empty for JSON lines.
-      fields: names of the source and of its target in JSON lines; each of a list of targets is a pair.
     """
 
-    name: str
-    prefix: str
-    source: str
-    target: str = ""
-    fields: tuple[str, ...] = ()
+    label: str
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "fields", tuple(self.fields))
-        texts = {"name": self.name, "prefix": self.prefix, "source": self.source}
-        if self.target or not self.fields:
-            texts["target"] = self.target
-        for key, value in (*texts.items(), *(("field", each) for each in self.fields)):
+        super().__post_init__()
+        texts = {"label": self.label, "prefix": self.prefix}
+        texts |= {f"entry {number} of pairs": path for number, path in enumerate(self.pairs)}
+        for key, value in texts.items():
             if not isinstance(value, str) or not value or value != value.strip():
                 raise ConfigError(
                     f"the {key} of a source of pairs must be text without spaces around it, got {value!r:.80}"
                 )
-        if self.fields and (self.target or len(self.fields) != 2):
-            raise ConfigError(
-                f"the source of pairs {self.name} needs a target file, or two fields of JSON lines: give one "
-                f"of both, got target {self.target!r:.80} and fields {list(self.fields)!r:.80}"
-            )
+        if not self.pairs:
+            raise ConfigError(f"the source {self.label} of an encoder-decoder has no pairs; give it some")
 
     @property
-    def files(self) -> tuple[str, ...]:
-        """Paths of the files."""
-        return (self.source, self.target) if self.target else (self.source,)
-
-    def to_json(self) -> dict[str, Any]:
-        """The non-empty fields as a plain dict."""
-        data = {**dataclasses.asdict(self), "fields": list(self.fields)}
-        return {key: value for key, value in data.items() if value}
+    def name(self) -> str:
+        """See `label`."""
+        return self.label
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -127,21 +111,7 @@ class Seq2SeqRecipe(TrainSettings):
         return architecture(self.model["model_type"]).config_from_hf(self.model)
 
 
-@dataclasses.dataclass(frozen=True)
-class Seq2SeqTeacher:
-    """A trained model to distil; its vocabulary is the student's."""
-
-    cfg: ModelConfig
-    params: Mapping[str, jax.Array]
-
-    @classmethod
-    def read(cls, folder: Path) -> "Seq2SeqTeacher":
-        """Reads a Hugging Face folder."""
-        cfg = huggingface.read_config(folder)
-        return cls(cfg, {name: jnp.asarray(value) for name, value in huggingface.read_params(folder, cfg)})
-
-
-def seq2seq_job(recipe: Seq2SeqRecipe, teacher: Seq2SeqTeacher | None = None) -> Job:
+def seq2seq_job(recipe: Seq2SeqRecipe, teacher: FrozenModel | None = None) -> Job:
     """Returns the job that trains a recipe's model."""
     cfg = recipe.cfg
 
@@ -169,11 +139,11 @@ def seq2seq_job(recipe: Seq2SeqRecipe, teacher: Seq2SeqTeacher | None = None) ->
         soft = optax.softmax_cross_entropy(logits, jax.nn.softmax(wanted))
         return share * soft + (np.float32(1) - share) * found, penalty
 
-    flops = step_flops_per_token(cfg)
+    flops = step_flops_per_token(cfg, recipe.row_tokens)
     if teacher is None:
         return Job(init, losses, drawn_losses=drawn, flops_per_token=flops)
     # A teacher only runs forward.
-    flops += step_flops_per_token(teacher.cfg) / 3
+    flops += step_flops_per_token(teacher.cfg, recipe.row_tokens) / 3
     return Job(init, losses, dict(teacher.params), drawn_losses=drawn, flops_per_token=flops)
 
 
@@ -214,16 +184,3 @@ def init_seq2seq(cfg: ModelConfig, key: jax.Array) -> Params:
     if cfg.tied_head and cfg.logit_scale != 1.0:
         params["embed.tokens"] *= np.float32(0.25 / 0.02)
     return params
-
-
-def step_flops_per_token(cfg: ModelConfig) -> float:
-    """Returns operations of a training step per token of one side, in products with weights: 2 forward and
-    4 backward for each weight that one source token and one target token use."""
-    used = 0.0
-    for name, spec in parameters.param_specs(cfg).items():
-        side = cfg.encoder if name.startswith(ENCODER) else cfg
-        assert side is not None
-        share = side.experts_per_token / side.experts if ".experts." in name else 1.0
-        if len(spec.shape) > 1 and (name != "embed.tokens" or cfg.tied_head):
-            used += share * float(np.prod(spec.shape))
-    return 6 * used

@@ -1,22 +1,140 @@
-"""Reads pairs of texts, splits them, trains their tokenizer, and encodes them by it or by a model's own."""
+"""Reads pairs of texts, splits and encodes them, and makes batches of pairs of similar length, so that a step
+has little padding and few compiled shapes.
+
+Row lengths are a short list; a pair's row has the minimum length that fits its source and its target. All
+rows of a batch are of one length, and batches of shorter rows have more of them, so that every batch has
+about as many tokens. Batches follow from (pairs, settings, step) only.
+"""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
-from tokenizers import AddedToken, Tokenizer, processors
 
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import Record, held_out, paired_lines, read_jsonl, text_field
 from jaxllm.text import tokenizer as model_tokenizer
-from jaxllm.training.data.packing import spread
+from jaxllm.training.data.rows import spread
 from jaxllm.training.data.sources import Source
-from jaxllm.training.data.tokenizer import END_OF_TEXT, PAD, token_id, train_tokenizer
-from jaxllm.training.seq2seq.batches import PairBatch, PairRows
-from jaxllm.training.seq2seq.job import Seq2SeqRecipe
 from jaxllm.training.settings import TrainSettings
+
+# The source and the target of a pair, as token ids with their ends.
+Pair = tuple[Sequence[int], Sequence[int]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class PairBatch:
+    """Pairs in rows of one length.
+
+    Attributes:
+      read: `[B, S]` int32, tokens of the sources.
+      read_tokens: `[B]` int32, number of valid tokens of each.
+      tokens: `[B, T]` int32, inputs of the decoder: the start token, then the target without its end.
+      targets: `[B, T]` int32, the target.
+      weights: `[B, T]` float32, 1 for each token of a target and 0 for padding.
+      sources: `[B, T]` int32, number of each row's source of data.
+    """
+
+    read: np.ndarray
+    read_tokens: np.ndarray
+    tokens: np.ndarray
+    targets: np.ndarray
+    weights: np.ndarray
+    sources: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PairRows:
+    """Encoded pairs in rows of a few lengths.
+
+    Attributes:
+      pairs: pairs of all sources of data; none is empty.
+      of: number of each pair's source of data.
+      lengths: lengths of rows in tokens, ascending; the last one cuts longer pairs.
+      batch_tokens: tokens of a batch on each side, with padding.
+      rows_multiple: divisor of the number of rows of every batch.
+      start_id: token that the decoder begins with; it also pads rows.
+    """
+
+    pairs: Sequence[Pair]
+    of: np.ndarray
+    lengths: tuple[int, ...]
+    batch_tokens: int
+    rows_multiple: int
+    start_id: int
+    seed: int
+
+    @functools.cached_property
+    def length_of(self) -> np.ndarray:
+        """The length of the row of each pair."""
+        longest = np.array([max(map(len, pair)) for pair in self.pairs])
+        places = np.searchsorted(self.lengths, np.minimum(longest, self.lengths[-1]))
+        return np.array(self.lengths)[places]
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Number of full batches of all lengths; the rest is left for another epoch's order.
+
+        Raises:
+          ConfigError: there are too few pairs for any batch.
+        """
+        found = sum(int((self.length_of == length).sum()) // self._rows(length) for length in self.lengths)
+        if not found:
+            raise ConfigError(
+                f"{len(self.pairs):,} pairs do not fill a batch of any length; give more, or lower batch"
+            )
+        return found
+
+    @property
+    def padding_share(self) -> float:
+        """Share of padding among all tokens of an epoch, on both sides."""
+        real = sum(min(len(side), self.lengths[-1]) for pair in self.pairs for side in pair)
+        return 1 - real / (2 * int(self.length_of.sum()))
+
+    def batch_at(self, step: int) -> PairBatch:
+        """The batch of a step (from 0): all pairs in a new order every epoch."""
+        epoch, place = divmod(step, self.batches_per_epoch)
+        return self._filled(*self._order(epoch)[place])
+
+    def held_out(self) -> Iterator[PairBatch]:
+        """All pairs once; the last batch of a length is padded with rows without weight."""
+        for length in self.lengths:
+            own, count = np.flatnonzero(self.length_of == length), self._rows(length)
+            for first in range(0, len(own), count):
+                yield self._filled(own[first : first + count], length)
+
+    # An object lives as long as its run, so its cache retains nothing longer.
+    @functools.lru_cache(maxsize=2)  # noqa: B019
+    def _order(self, epoch: int) -> list[tuple[np.ndarray, int]]:
+        generator = np.random.default_rng([self.seed, epoch])
+        batches: list[tuple[np.ndarray, int]] = []
+        for length in self.lengths:
+            own, count = generator.permutation(np.flatnonzero(self.length_of == length)), self._rows(length)
+            whole = len(own) // count
+            batches += [(each, length) for each in own[: whole * count].reshape(whole, count)]
+        return [batches[place] for place in generator.permutation(len(batches))]
+
+    def _rows(self, length: int) -> int:
+        return max(self.batch_tokens // length // self.rows_multiple, 1) * self.rows_multiple
+
+    def _filled(self, places: np.ndarray, length: int) -> PairBatch:
+        shape = (self._rows(length), length)
+        read, targets = np.full(shape, self.start_id, np.int32), np.full(shape, self.start_id, np.int32)
+        weights, sources = np.zeros(shape, np.float32), np.zeros(shape, np.int32)
+        # A row without a pair has one valid token, so that its attention is defined.
+        read_tokens = np.ones(shape[0], np.int32)
+        for row, place in enumerate(places.tolist()):
+            source, target = (side[:length] for side in self.pairs[place])
+            read[row, : len(source)], read_tokens[row] = source, len(source)
+            targets[row, : len(target)], weights[row, : len(target)] = target, 1
+            sources[row] = self.of[place]
+        tokens = np.concatenate([np.full((shape[0], 1), self.start_id, np.int32), targets[:, :-1]], axis=1)
+        return PairBatch(read, read_tokens, tokens, targets, weights, sources)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,12 +176,11 @@ class TextPairs:
         return taken, kept
 
 
-def read_pairs(sources: Sequence[tuple[Sequence[str], Sequence[str]]], data: Path | None = None) -> TextPairs:
+def read_pairs(sources: Sequence[Source], data: Path | None = None) -> TextPairs:
     """Reads the pairs of all sources, in order; pairs with an empty side are left out.
 
     Args:
-      sources: files and fields of each: two text files and no fields, or one file of JSON lines and two
-        fields.
+      sources: sources of pairs.
       data: folder of relative paths; the working directory by default.
 
     Raises:
@@ -72,16 +189,16 @@ def read_pairs(sources: Sequence[tuple[Sequence[str], Sequence[str]]], data: Pat
     """
     texts: list[tuple[str, str]] = []
     of: list[int] = []
-    for number, (names, fields) in enumerate(sources):
-        files = [Path(data or ".") / name for name in names]
-        if fields:
-            records = read_json_pairs(files[0], fields[0], fields[1])
+    for number, source in enumerate(sources):
+        files = [Path(data or ".") / name for name in source.pairs]
+        if source.fields:
+            records = read_json_pairs(files[0], *source.fields)
             found = [(text, target) for text, targets in records for target in targets]
         else:
             found = list(read_pair_files(files[0], files[1]).texts)
         texts += found
         of += [number] * len(found)
-    return TextPairs(texts, of, frozenset(n for n, (_, fields) in enumerate(sources) if fields))
+    return TextPairs(texts, of, frozenset(n for n, each in enumerate(sources) if each.fields))
 
 
 def read_json_pairs(path: Path, source: str, target: str) -> list[tuple[str, list[str]]]:
@@ -98,7 +215,8 @@ def read_json_pairs(path: Path, source: str, target: str) -> list[tuple[str, lis
 
     def make(record: Record) -> list[tuple[str, list[str]]]:
         text, given = text_field(record, source).strip(), record.get(target)
-        each = [text_field({target: one}, target).strip() for one in _listed(given)]
+        listed = given if isinstance(given, list) else [given]
+        each = [text_field({target: one}, target).strip() for one in listed]
         targets = [one for one in dict.fromkeys(each) if one]
         return [(text, targets)] if text and targets else []
 
@@ -108,10 +226,6 @@ def read_json_pairs(path: Path, source: str, target: str) -> list[tuple[str, lis
 def held_out_of(pairs: Sequence[tuple[str, list[str]]], share: float) -> list[tuple[str, list[str]]]:
     """Returns the pairs of JSON lines whose source is in the held-out `share` of `TextPairs.split`."""
     return [pair for pair in pairs if held_out(pair[0], share)]
-
-
-def _listed(value: object) -> list[object]:
-    return value if isinstance(value, list) else [value]
 
 
 def read_pair_files(source: Path, target: Path) -> TextPairs:
@@ -136,47 +250,7 @@ def read_lines(path: Path) -> list[str]:
         raise ConfigError(f"cannot read {path} as UTF-8 text: {error}") from error
 
 
-def pair_tokenizer(pairs: TextPairs, recipe: Seq2SeqRecipe) -> Tokenizer:
-    """Trains the tokenizer of both sides.
-
-    The prefix of each task is a token, so that a source grows by one token; and every text ends in
-    `<|endoftext|>`, as T5's do.
-
-    Raises:
-      ConfigError: the texts are too few for the vocabulary.
-    """
-    prefixes = sorted({source.prefix for source in recipe.sources})
-    texts = (text for pair in pairs.texts for text in pair)
-    tokenizer = train_tokenizer(texts, recipe.cfg.vocab_size - len(prefixes))
-    # The text after a prefix is encoded like the beginning of a text.
-    tokenizer.add_tokens([AddedToken(each, rstrip=True, normalized=False) for each in prefixes])
-    end = token_id(tokenizer, END_OF_TEXT)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, end)]
-    )
-    return tokenizer
-
-
-def encoded_rows(
-    pairs: TextPairs, tokenizer: Tokenizer, recipe: Seq2SeqRecipe, rows_multiple: int
-) -> PairRows:
-    """Encodes pairs, each source after its prefix, and puts them into rows.
-
-    Args:
-      pairs: the texts.
-      tokenizer: tokenizer of `pair_tokenizer`.
-      rows_multiple: divisor of the number of rows of every batch.
-    """
-    leads = [f"{source.prefix} " for source in recipe.sources]
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        return [each.ids for each in tokenizer.encode_batch_fast(texts)]
-
-    start_id = token_id(tokenizer, PAD)
-    return _rows(pairs, leads, encode, recipe, recipe.lengths, rows_multiple, start_id)
-
-
-def _rows(
+def rows_of(
     pairs: TextPairs,
     leads: Sequence[str],
     encode: Callable[[list[str]], Sequence[Sequence[int]]],
@@ -272,22 +346,18 @@ def read_splits(
             "the model does not say which token its decoder begins with; set decoder_start_token_id in the "
             "folder's generation_config.json"
         )
-    pairs = read_pairs([(source.pairs, source.fields) for source in sources], data)
+    pairs = read_pairs(sources, data)
     taken, kept = pairs.split(held_out_share)
-    leads = [_lead(source.prefix, tokenizer.files.source_prefix) for source in sources]
+    # A prefix has a space behind it; the model's own is used without one.
+    given = [None if source.prefix is None else source.prefix.strip() for source in sources]
+    own = tokenizer.files.source_prefix
+    leads = [own if each is None else f"{each} " if each else "" for each in given]
 
     def rows(own: TextPairs) -> PairRows:
         lengths = (*(each for each in _LENGTHS if each < settings.row_tokens), settings.row_tokens)
         start_id = tokenizer.files.start_ids[0]
-        return _rows(own, leads, tokenizer.encode_many, settings, lengths, rows_multiple, start_id)
+        return rows_of(own, leads, tokenizer.encode_many, settings, lengths, rows_multiple, start_id)
 
     digest = hashlib.blake2b(repr((leads, pairs.digest())).encode(), digest_size=16).hexdigest()
     names = [source.name for source in sources]
     return PairSplits(rows(taken), rows(kept), names, digest, settings.evaluation_batches)
-
-
-def _lead(prefix: str | None, own: str) -> str:
-    """Returns the prefix of a source, with the space between them; `own` is the model's."""
-    if prefix is None:
-        return own
-    return f"{prefix.strip()} " if prefix.strip() else ""

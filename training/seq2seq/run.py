@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, processors
 
 from jaxllm.checkpoints import huggingface, tokenizer_folder
 from jaxllm.errors import ConfigError
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.models import parameters
 from jaxllm.text.tokenizer import TokenizerFiles
-from jaxllm.training.data.tokenizer import END_OF_TEXT, PAD, token_id
+from jaxllm.training.data.tokenizer import END_OF_TEXT, PAD, token_id, train_tokenizer
 from jaxllm.training.loop.fitting import (
     MODEL_FOLDER,
     TOKENIZER_FILE,
@@ -24,91 +24,110 @@ from jaxllm.training.loop.fitting import (
     fit,
     read_teacher,
     read_tokenizer_file,
-    report_summary,
 )
-from jaxllm.training.loop.monitoring import Monitoring
-from jaxllm.training.loop.parallel import MeshShape, make_mesh
-from jaxllm.training.loop.run_files import claimed, read_identity, write_json, write_text
+from jaxllm.training.loop.run_files import Run, claimed, write_json, write_text
 from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.seq2seq.job import Seq2SeqRecipe, Seq2SeqTeacher, seq2seq_job
-from jaxllm.training.seq2seq.pairs import encoded_rows, pair_tokenizer, read_pairs
+from jaxllm.training.seq2seq.job import Seq2SeqRecipe, seq2seq_job
+from jaxllm.training.seq2seq.pairs import PairRows, TextPairs, read_pairs, rows_of
 
 
 @own_jax_settings()
 def train_seq2seq(
-    recipe: Seq2SeqRecipe,
-    run_dir: Path,
-    *,
-    data: Path | None = None,
-    tokenizer: Path | None = None,
-    teacher: Path | None = None,
-    mesh_shape: MeshShape | None = None,
-    monitoring: Monitoring | None = None,
+    recipe: Seq2SeqRecipe, run: Run, *, tokenizer: Path | None = None, teacher: Path | None = None
 ) -> Path:
-    """Trains a model from scratch, or resumes the run in `run_dir`, and exports the best.
+    """Trains a model from scratch, or resumes the run, and exports the best.
 
     Args:
       recipe: recipe of the run. On resumption only duration and logging may differ from the run's own.
-      run_dir: folder of the run, created if missing.
-      data: folder of the recipe's sources.
+      run: the run.
       tokenizer: `tokenizer.json` of another such run; None trains one.
       teacher: Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
-      mesh_shape: devices; all of them along `data` by default.
-      monitoring: destinations of the progress; the terminal's error stream by default.
 
     Returns:
-      The Hugging Face folder, `run_dir/hf`.
+      The Hugging Face folder, `hf` in the run's.
 
     Raises:
-      ConfigError: the pairs or the recipe are unusable, or `run_dir` belongs to another run.
+      ConfigError: the pairs or the recipe are unusable, or the folder belongs to another run.
     """
-    run_dir, monitoring = Path(run_dir), monitoring or Monitoring()
-    console = monitoring.own_console()
     if jax.process_count() > 1:
         raise ConfigError("encoder-decoders are trained by one process; start it without --coordinator")
-    mesh = make_mesh(mesh_shape or MeshShape(), recipe.batch // recipe.accumulate)
-    taught = read_teacher(
-        teacher, Seq2SeqTeacher.read, share=recipe.teacher_share, vocab_size=recipe.cfg.vocab_size
-    )
-    job = seq2seq_job(recipe, taught)
-    pairs = read_pairs([(source.files, source.fields) for source in recipe.sources], data)
+    mesh = run.mesh(recipe)
+    taught = read_teacher(teacher, share=recipe.teacher_share, vocab_size=recipe.cfg.vocab_size)
+    pairs = read_pairs(recipe.sources, run.data)
     taken, kept = pairs.split(recipe.held_out_share)
-    with claimed(run_dir, recipe, pairs=pairs.digest()) as resuming:
+    with claimed(run.folder, recipe, pairs=pairs.digest()) as resuming:
         if resuming:
-            vocabulary = read_tokenizer_file(run_dir / TOKENIZER_FILE)
+            vocabulary = read_tokenizer_file(run.folder / TOKENIZER_FILE)
         elif tokenizer is not None:
             vocabulary = read_tokenizer_file(tokenizer)
         else:
             vocabulary = pair_tokenizer(taken, recipe)
         _require_vocabulary(vocabulary, recipe)
-        write_text(run_dir / TOKENIZER_FILE, vocabulary.to_str(pretty=True))
+        write_text(run.folder / TOKENIZER_FILE, vocabulary.to_str(pretty=True))
     multiple = recipe.accumulate * mesh.shape["data"] * mesh.shape["fsdp"]
     rows, held_out = (encoded_rows(each, vocabulary, recipe, multiple) for each in (taken, kept))
-    trainer = Trainer(job, recipe, mesh)
-    epoch = rows.batches_per_epoch
-    console.print(
-        f"{parameters.parameter_count(recipe.cfg):,} parameters on {mesh.size} devices; {len(rows.pairs):,} "
+    trainer = Trainer(seq2seq_job(recipe, taught), recipe, mesh)
+    epoch, count = rows.batches_per_epoch, parameters.parameter_count(recipe.cfg)
+    run.say(
+        f"{count:,} parameters on {mesh.size} devices; {len(rows.pairs):,} "
         f"pairs to train on, {len(held_out.pairs):,} held out; {recipe.steps:,} steps of about "
         f"{recipe.batch * recipe.row_tokens:,} tokens on each side, {100 * rows.padding_share:.0f} % of them "
-        f"padding; {recipe.steps / epoch:.1f} epochs of {epoch:,} steps",
-        soft_wrap=True,
+        f"padding; {recipe.steps / epoch:.1f} epochs of {epoch:,} steps"
     )
     names = [source.name for source in recipe.sources]
-    best = fit(trainer, rows.batch_at, held_out.held_out, run_dir, names, monitoring)
-    write_seq2seq(run_dir / MODEL_FOLDER, recipe, vocabulary, trainer.whole(best.params))
+    best = fit(trainer, rows.batch_at, held_out.held_out, run, names)
+    write_seq2seq(run.folder / MODEL_FOLDER, recipe, vocabulary, trainer.whole(best.params))
     _, by_source = trainer.evaluate(best.params, held_out.held_out())
+    losses = {"all": best.loss, **{names[source]: loss for source, loss in by_source.items()}}
     summary: dict[str, Any] = {
-        "parameters": parameters.parameter_count(recipe.cfg),
+        "parameters": count,
         "best_step": best.step,
         "epochs": round(best.step / epoch, 2),
         "pairs": {"training": len(rows.pairs), "held_out": len(held_out.pairs)},
-        "held_out_nats_per_token": {
-            "all": best.loss,
-            **{names[source]: loss for source, loss in by_source.items()},
-        },
+        "held_out_nats_per_token": losses,
     }
-    report_summary(run_dir, summary, console)
-    return run_dir / MODEL_FOLDER
+    run.finish(summary)
+    return run.folder / MODEL_FOLDER
+
+
+def pair_tokenizer(pairs: TextPairs, recipe: Seq2SeqRecipe) -> Tokenizer:
+    """Trains the tokenizer of both sides.
+
+    The prefix of each task is a token, so that a source grows by one token; and every text ends in
+    `<|endoftext|>`, as T5's do.
+
+    Raises:
+      ConfigError: the texts are too few for the vocabulary.
+    """
+    prefixes = sorted({source.prefix for source in recipe.sources})
+    texts = (text for pair in pairs.texts for text in pair)
+    tokenizer = train_tokenizer(texts, recipe.cfg.vocab_size - len(prefixes))
+    # The text after a prefix is encoded like the beginning of a text.
+    tokenizer.add_tokens([AddedToken(each, rstrip=True, normalized=False) for each in prefixes])
+    end = token_id(tokenizer, END_OF_TEXT)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"$A {END_OF_TEXT}", special_tokens=[(END_OF_TEXT, end)]
+    )
+    return tokenizer
+
+
+def encoded_rows(
+    pairs: TextPairs, tokenizer: Tokenizer, recipe: Seq2SeqRecipe, rows_multiple: int
+) -> PairRows:
+    """Encodes pairs, each source after its prefix, and puts them into rows.
+
+    Args:
+      pairs: the texts.
+      tokenizer: tokenizer of `pair_tokenizer`.
+      rows_multiple: divisor of the number of rows of every batch.
+    """
+    leads = [f"{source.prefix} " for source in recipe.sources]
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        return [each.ids for each in tokenizer.encode_batch_fast(texts)]
+
+    start_id = token_id(tokenizer, PAD)
+    return rows_of(pairs, leads, encode, recipe, recipe.lengths, rows_multiple, start_id)
 
 
 def export_best_seq2seq(run_dir: Path, out: Path | None = None) -> Path:
@@ -118,14 +137,7 @@ def export_best_seq2seq(run_dir: Path, out: Path | None = None) -> Path:
     Raises:
       CheckpointError: `run_dir` contains no run, or no checkpoint yet.
     """
-    run_dir = Path(run_dir)
-    recipe = Seq2SeqRecipe.from_json(read_identity(run_dir)["recipe"])
-    vocabulary = read_tokenizer_file(run_dir / TOKENIZER_FILE)
-
-    def write(folder: Path, params: Any) -> None:
-        write_seq2seq(folder, recipe, vocabulary, params)
-
-    return export_best_of(run_dir, seq2seq_job(recipe), recipe, write, out)
+    return export_best_of(run_dir, Seq2SeqRecipe, seq2seq_job, write_seq2seq, out)
 
 
 def write_seq2seq(folder: Path, recipe: Seq2SeqRecipe, tokenizer: Tokenizer, params: Any) -> None:

@@ -12,18 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.bundle import Bundle
-from jaxllm.checkpoints import huggingface
-from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models import decoder
 from jaxllm.quant import dequantize
 from jaxllm.tasks.rouge import rouge
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.training.seq2seq.batches import PairRows
+from jaxllm.training.loop.fitting import FrozenModel
 from jaxllm.training.seq2seq.forward import KeysValues, decode_next, encode_rows, source_keys_values
 from jaxllm.training.seq2seq.job import FAMILIES, target_logits
+from jaxllm.training.seq2seq.pairs import PairRows
 
 # Lengths of rows: few, because each is compiled.
 LENGTHS = (32, 64, 128, 256, 512)
@@ -52,22 +50,14 @@ class Translator:
           CheckpointError: there is no such model.
           ConfigError: its family cannot be trained here.
         """
-        if Path(model).is_dir():
-            cfg = huggingface.read_config(model)
-            params = {name: jnp.asarray(each) for name, each in huggingface.read_params(model, cfg)}
-            files = read_tokenizer(model)
-        else:
-            bundle = Bundle.open(model)
-            cfg, files = bundle.cfg, bundle.tokenizer_files()
-            float32 = jnp.dtype(jnp.float32)
-            params = {
-                name: jnp.array(dequantize(each, float32), float32) for name, each in bundle.load().items()
-            }
+        frozen = FrozenModel.read(model)
+        cfg, files, float32 = frozen.cfg, frozen.tokenizer.files, jnp.dtype(jnp.float32)
+        params = {name: dequantize(each, float32) for name, each in frozen.params.items()}
         if cfg.model_type not in FAMILIES:
             raise ConfigError(f"{model} is of {cfg.model_type}; here {', '.join(FAMILIES)} are judged")
         if not files.start_ids:
             raise ConfigError(f"{model} does not say which token its decoder begins with")
-        return cls(cfg, params, Tokenizer(files))
+        return cls(cfg, params, frozen.tokenizer)
 
     @property
     def start_id(self) -> int:

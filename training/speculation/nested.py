@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.status import Status
 
 from jaxllm.bundle import Bundle, rewrite_bundle
-from jaxllm.checkpoints.huggingface import read_config, read_params
+from jaxllm.checkpoints.huggingface import Checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.host_settings import own_jax_settings
@@ -31,7 +31,7 @@ from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray
 from jaxllm.quant.nested import calibrated_levels, output_errors
 from jaxllm.quant.parts import by_outputs, levels_by_outputs, with_levels
-from jaxllm.training.calibration import NestedRecipe, bundle_of, require_folder_of, text_tokens
+from jaxllm.training.calibration import BundleOutput, NestedRecipe, bundle_of, text_tokens
 
 # One of so many rows is held out, to detect choices that fit only one text.
 _HELD_OUT = 8
@@ -43,21 +43,17 @@ _LEAST_TOKENS = 16
 def calibrate_nested(
     recipe: NestedRecipe,
     model: Path,
-    out: Path,
+    out: BundleOutput,
     *,
     texts: Sequence[Path] = (),
-    name: str = "",
-    console: Console | None = None,
 ) -> dict[str, Any]:
     """Makes a bundle of nested weights with better high planes.
 
     Args:
       recipe: sizes of the calibration.
       model: Hugging Face folder, or a bundle of nested weights, whose two planes then replace the floats.
-      out: path of the new bundle, written atomically.
+      out: the new bundle.
       texts: files to calibrate on; Python's language reference if empty.
-      name: display name of the model; its own by default.
-      console: console of the progress; the terminal's error stream by default.
 
     Returns:
       The results: tokens; the share of changed levels; and squared errors of the outputs of high planes
@@ -67,27 +63,27 @@ def calibrate_nested(
       ConfigError: weights are not nested, the model is not supported, or there is too little text.
       CheckpointError: the model cannot be read.
     """
-    console, model, out = console or Console(stderr=True), Path(model), Path(out)
-    require_folder_of(out)
-    floats = None
+    console, model, floats = Console(stderr=True), Path(model), None
     if model.is_dir():
-        cfg = read_config(model)
-        _require_room(model, cfg)
-        floats = read_params(model, cfg)
-    with bundle_of(model, "int8-nested", name) as bundle:
+        checkpoint = Checkpoint(model)
+        _require_room(model, checkpoint.cfg)
+        floats = checkpoint.params()
+    with bundle_of(model, "int8-nested", out.name) as bundle:
         _require(bundle)
         rows = _rows(bundle, recipe, texts)
         with console.status("calibrating") as status:
-            found, weights = _calibrated(bundle, floats, rows, status)
-        rewrite_bundle(out, bundle, {}, name=name, instead=weights)
-    return {"tokens": sum(map(len, rows)), **found.facts()}
+            facts, weights = _calibrated(bundle, floats, rows, status)
+        rewrite_bundle(out.path, bundle, {}, name=out.name, instead=weights)
+    return {"tokens": sum(map(len, rows)), **facts}
 
 
 def _calibrated(
     bundle: Bundle, floats: Iterator[tuple[str, np.ndarray]] | None, rows: list[np.ndarray], status: Status
-) -> tuple["_Found", dict[str, BlockedArray]]:
-    """Returns the results, and the weights by name."""
-    cfg, weights, found = bundle.cfg, {}, _Found()
+) -> tuple[dict[str, float], dict[str, BlockedArray]]:
+    """Returns the results, and the weights by name; without floats a weight's two planes replace them."""
+    cfg, weights, levels_count, moved = bundle.cfg, {}, 0, 0
+    # Of each weight the high plane's errors, relative to those before: on the text, and held out.
+    left: list[list[float]] = []
     run = _Layers(cfg, jax.tree.map(jnp.asarray, bundle.load()), rows)
     for layer in range(cfg.layers):
         status.update(f"calibrating, layer {layer + 1} of {cfg.layers}")
@@ -99,9 +95,23 @@ def _calibrated(
         for name, product in products.items():
             stored = bundle.stored(name)
             assert isinstance(stored, BlockedArray)
-            of_text, held_out = (each[product] for each in sums)
-            weights[name] = found.calibrated(stored, targets.pop(name, None), of_text, held_out)
-    return found, weights
+            levels, scale = levels_by_outputs(stored)
+            target = levels * scale if floats is None else by_outputs(targets.pop(name), stored.axis)
+            found = calibrated_levels(levels, scale, target, sums[0][product])
+            levels_count, moved = levels_count + levels.size, moved + int((found != levels).sum())
+            errors = [
+                [output_errors(each, scale, target, grams[product])[1] for each in (levels, found)]
+                for grams in sums
+            ]
+            left.append([after / before if before else 1.0 for before, after in errors])
+            weights[name] = with_levels(stored, found)
+    on_text, held_out = np.mean(left, axis=0).tolist()
+    facts = {
+        "moved": round(moved / levels_count, 4),
+        "high_plane_error": round(on_text, 4),
+        "high_plane_error_held_out": round(held_out, 4),
+    }
+    return facts, weights
 
 
 def _taken(floats: Iterator[tuple[str, np.ndarray]], names: set[str]) -> dict[str, np.ndarray]:
@@ -135,7 +145,7 @@ def _require_room(path: Path, cfg: ModelConfig) -> None:
 
 def _rows(bundle: Bundle, recipe: NestedRecipe, texts: Sequence[Path]) -> list[np.ndarray]:
     """Rows of equal length, shorter ones of a short text."""
-    tokens = text_tokens(bundle, recipe.tokens, texts)[: recipe.tokens]
+    tokens = text_tokens(bundle, recipe.tokens, texts)
     length = min(recipe.row_tokens, bundle.cfg.window_tokens, len(tokens) // _HELD_OUT)
     if length < _LEAST_TOKENS:
         raise ConfigError(
@@ -151,7 +161,11 @@ class _Layers:
     def __init__(self, cfg: ModelConfig, params: Params, rows: Sequence[np.ndarray]) -> None:
         self._cfg, self._params = cfg, params
         outer = {name: each for name, each in params.items() if not name.startswith("layers.")}
-        begin = jax.jit(functools.partial(_begun, cfg=cfg))
+        begin = jax.jit(
+            lambda outer, row: embed_tokens(
+                outer, row, jnp.arange(row.shape[1], dtype=jnp.int32)[None], cfg=cfg
+            )
+        )
         self._x = [begin(outer, row[None]) for row in rows]
         # Equal layers share compiled code: their parameters have the names of the first of them.
         self._like: dict[object, int] = {}
@@ -176,10 +190,6 @@ class _Layers:
         return sums[0], sums[1]
 
 
-def _begun(outer: Params, tokens: jax.Array, *, cfg: ModelConfig) -> jax.Array:
-    return embed_tokens(outer, tokens, jnp.arange(tokens.shape[1], dtype=jnp.int32)[None], cfg=cfg)
-
-
 def _run(own: Params, x: jax.Array, *, cfg: ModelConfig, like: int) -> tuple[jax.Array, list[jax.Array]]:
     """A layer's output, and of each product the sum of the products of any two inputs."""
     count = x.shape[1]
@@ -193,37 +203,3 @@ def _run(own: Params, x: jax.Array, *, cfg: ModelConfig, like: int) -> tuple[jax
         return multiply(layer, product, inputs)
 
     return layer_by_rule(own, x, at, rule, cfg=cfg, layer=like), grams
-
-
-class _Found:
-    """Changed levels and their effect."""
-
-    def __init__(self) -> None:
-        self._levels, self._moved = 0, 0
-        # Of each weight the high plane's errors, relative to those before: on the text, and held out.
-        self._left: list[list[float]] = []
-
-    def calibrated(
-        self, stored: BlockedArray, floats: np.ndarray | None, gram: np.ndarray, held_out: np.ndarray
-    ) -> BlockedArray:
-        """Returns a weight with changed levels; without floats its two planes replace them."""
-        levels, scale = levels_by_outputs(stored)
-        target = levels * scale if floats is None else by_outputs(floats, stored.axis)
-        found = calibrated_levels(levels, scale, target, gram)
-        self._levels += levels.size
-        self._moved += int((found != levels).sum())
-        left = []
-        for sums in (gram, held_out):
-            before, after = (output_errors(each, scale, target, sums)[1] for each in (levels, found))
-            left.append(after / before if before else 1.0)
-        self._left.append(left)
-        return with_levels(stored, found)
-
-    def facts(self) -> dict[str, float]:
-        """Returns the share of changed levels, and means over weights of the remaining shares of errors."""
-        on_text, held_out = np.mean(self._left, axis=0).tolist()
-        return {
-            "moved": round(self._moved / self._levels, 4),
-            "high_plane_error": round(on_text, 4),
-            "high_plane_error_held_out": round(held_out, 4),
-        }

@@ -9,8 +9,8 @@ from typing import Any
 
 import click
 
-from jaxllm.cli.chat import converse
 from jaxllm.cli.console import answer_facts, draft_facts, print_json, progress_bars, read_text
+from jaxllm.cli.generate import converse
 from jaxllm.cli.lazy import run_command
 from jaxllm.cli.model_choice import speculation
 from jaxllm.cli.profile import show_profile
@@ -263,8 +263,7 @@ def call_command(
     finally:
         service.close()
     if as_json:
-        more = {**_moved(answer), **_plan(answer), **_costs(choice, service.engine)}
-        print_json({**facts, "context": name, **more})
+        print_json({**facts, "context": name, **_plan(answer), **_costs(choice, service.engine)})
     elif name is not None:
         click.echo(f"context {name}", err=True)
 
@@ -351,17 +350,12 @@ def _shown(answer: Answer, *, as_json: bool) -> dict[str, Any]:
     return {"tokens": list(answer.tokens), **answer_facts(answer)}
 
 
-def _moved(answer: Answer) -> dict[str, Any]:
-    """The parts of an answer's context that were of other programs, if any."""
-    moved = answer.restoration.moved
-    return {"moved": list(moved)} if moved else {}
-
-
 def _plan(answer: Answer) -> dict[str, Any]:
-    """The plan of an answer, if any."""
-    if answer.plan is None:
-        return {}
-    return {"level": answer.plan.level, "source": answer.plan.source, "met": answer.met}
+    """The plan of an answer, and the parts of its context that were of other programs, if any."""
+    facts: dict[str, Any] = {"moved": list(answer.restoration.moved)} if answer.restoration.moved else {}
+    if answer.plan is not None:
+        facts |= {"level": answer.plan.level, "source": answer.plan.source, "met": answer.met}
+    return facts
 
 
 def _costs(choice: _Choice, engine: Engine[ProgramModel]) -> dict[str, Any]:

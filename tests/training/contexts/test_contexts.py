@@ -11,7 +11,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.server.service import engine_options
-from jaxllm.training.calibration import ContextRecipe
+from jaxllm.training.calibration import BundleOutput, ContextRecipe
 from jaxllm.training.contexts.contexts import calibrate_contexts
 from tests import tiny_states
 from tests.tiny import TINY, write_tiny_bundle
@@ -23,7 +23,7 @@ RECIPE = ContextRecipe(tokens=128, row_tokens=64, sensitivity_rows=1, chunk_toke
 def calibrated(tmp_path_factory):
     folder = tmp_path_factory.mktemp("calibrated")
     plain = write_tiny_bundle(folder / "plain.jaxllm", "int8")
-    facts = calibrate_contexts(RECIPE, plain, folder / "calibrated.jaxllm")
+    facts = calibrate_contexts(RECIPE, plain, BundleOutput(folder / "calibrated.jaxllm"))
     return plain, folder / "calibrated.jaxllm", facts
 
 
@@ -61,18 +61,18 @@ def test_services_take_the_choice(calibrated, tmp_path):
 
 
 def test_bad_input_is_told(calibrated, tmp_path):
-    plain, _, _ = calibrated
+    plain, out = calibrated[0], BundleOutput(tmp_path / "out.jaxllm")
     with pytest.raises(ConfigError, match="must divide the longest"):
         ContextRecipe(chunk_tokens=(16, 24))
     with pytest.raises(ConfigError, match="at least two chunks, 512 tokens"):
         ContextRecipe(chunk_tokens=(256,), row_tokens=256)
     with pytest.raises(CheckpointError, match="make a bundle of it first"):
-        calibrate_contexts(RECIPE, tmp_path, tmp_path / "out.jaxllm")
+        calibrate_contexts(RECIPE, tmp_path, out)
     text = tmp_path / "short.txt"
     text.write_text("Short.")
     with pytest.raises(ConfigError, match="are too few for contexts of"):
-        calibrate_contexts(RECIPE, plain, tmp_path / "out.jaxllm", texts=[text])
+        calibrate_contexts(RECIPE, plain, out, texts=[text])
     # Models with states have one codec.
     path = tiny_states.write_bundle(tmp_path / "tiny.jaxllm", "short_conv")
     with pytest.raises(ConfigError, match="kept as they are"):
-        calibrate_contexts(RECIPE, path, tmp_path / "out.jaxllm")
+        calibrate_contexts(RECIPE, path, out)

@@ -9,10 +9,10 @@ from rich.console import Console
 
 from jaxllm.errors import ConfigError
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.training.data.chats import read_chats, source_files
 from jaxllm.training.data.corpus import Corpus
+from jaxllm.training.data.documents import read_chats
 from jaxllm.training.data.encoders import ModelEncoder, PieceEncoder
-from jaxllm.training.data.sources import Source
+from jaxllm.training.data.sources import Source, source_files
 from jaxllm.training.data.tokenizer import MIN_VOCAB_SIZE, train_tokenizer
 from tests.tiny import BEGIN_ID, END_ID, tiny_tokenizer
 

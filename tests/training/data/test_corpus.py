@@ -1,13 +1,16 @@
-"""Sources become tokens: which documents, on which side, in which files."""
+"""Sources become tokens: which documents, on which side, in which files, local and remote."""
 
 import dataclasses
 import json
+import sys
 from types import SimpleNamespace
 
+import fsspec
 import numpy as np
 import pytest
 from jinja2 import Template
 
+from jaxllm.cli.training_options import _PathOrUrl, given_sources
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.tasks import readers
 from jaxllm.tasks.example import TaskExample
@@ -155,9 +158,6 @@ def test_sources_are_checked(data):
         Corpus.open(SOURCES, None, 0.1)
     with pytest.raises(ConfigError, match=r"none\.txt"):
         Corpus.open([Source(text="none.txt")], data, 0.1)
-    for wrong in ({}, {"text": "a", "task": "news"}, {"task": "weather"}, {"text": "a", "repeats": -1}):
-        with pytest.raises(ConfigError):
-            Source(**wrong)
 
 
 def test_only_questions_trained_on_lose_words(data, encoder, tmp_path):
@@ -173,3 +173,51 @@ def test_only_questions_trained_on_lose_words(data, encoder, tmp_path):
     ]
     assert folders[0]["held_out"] == folders[1]["held_out"]
     assert len(folders[1]["train"]) < len(folders[0]["train"])
+
+
+@pytest.fixture
+def store():
+    files = fsspec.filesystem("memory")
+    files.pipe("/corpus/a.txt", b"One text.\n\nAnother.\n")
+    files.pipe("/corpus/deep/b.txt", "Third: \u4e2d<|endoftext|>Fourth.".encode())
+    talk = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Yes."}]}
+    files.pipe("/corpus/talks.jsonl", json.dumps(talk).encode() + b"\n{broken\n")
+    yield "memory://corpus"
+    files.rm("/corpus", recursive=True)
+
+
+def texts(*sources):
+    return sorted(Corpus.open(sources, None, 0.5).training_texts()) + sorted(
+        text for _, each in Corpus.open(sources, None, 0.5).documents("held_out") for text in each.texts
+    )
+
+
+def test_texts_and_conversations_at_a_url(store):
+    for pattern in ("", "/**/*.txt"):
+        found = sorted(texts(Source(text=store + pattern)))
+        assert found == ["Another.", "Fourth.", "One text.", "Third: \u4e2d"]
+    assert sorted(texts(Source(text=f"{store}/a.txt"))) == ["Another.", "One text."]
+    both = Source(text=f"{store}/a.txt"), Source(chat=f"{store}/talks.jsonl", skip_bad=True)
+    assert {"Hi?", "Yes."} < set(texts(*both))
+    with pytest.raises(ConfigError, match=r"talks.jsonl, line 2: .*--skip-bad"):
+        texts(Source(chat=f"{store}/talks.jsonl"))
+
+
+def test_commands_keep_urls_as_they_are(store):
+    paths = [_PathOrUrl().convert(each, None, None) for each in (f"{store}/a.txt", "local.txt")]
+    remote, local = given_sources(paths, (), False)
+    assert remote.text == f"{store}/a.txt"
+    assert local.text.endswith("/local.txt")
+
+
+def test_what_cannot_be_read_is_said(store, monkeypatch):
+    for url, message in (
+        (f"{store}/none.txt", "none.txt"),
+        (f"{store}/*.md", "no file at memory://corpus"),
+        ("unknown://a", "cannot read unknown://a: Protocol not known"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            texts(Source(text=url))
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(ConfigError, match=r"cannot read memory://corpus: `pip install 'jaxllm\[data\]'`"):
+        texts(Source(text=store))

@@ -1,12 +1,28 @@
-"""Documents, their split, and the tokenizer: the laws that a repeatable run stands on."""
+"""Documents, their digests and split, chats without their last answers, and the tokenizer."""
 
+import dataclasses
+
+import jax
+import numpy as np
 import pytest
 
+from jaxllm.config import RopeConfig
 from jaxllm.errors import ConfigError
+from jaxllm.quant import quantize
 from jaxllm.tasks.example import TaskExample
 from jaxllm.training.data import documents
-from jaxllm.training.data.documents import Special, chat_document, held_out_digests, read_texts, text_document
+from jaxllm.training.data.documents import (
+    LEAST_SHARE,
+    chat_document,
+    held_out_digests,
+    model_digest,
+    read_texts,
+    shortened_document,
+    text_document,
+    with_fewer_words,
+)
 from jaxllm.training.data.tokenizer import END_OF_TEXT, MIN_VOCAB_SIZE, PAD, SPECIAL_TOKENS, train_tokenizer
+from tests.tiny import TINY
 
 TEXTS = [f"The {i}th cat saw {i * 37} birds, café №{i}." for i in range(60)]
 
@@ -64,21 +80,12 @@ def test_split_is_by_content_alone(share):
         held_out_digests([b"same", b"same"], 0.5)
 
 
-def test_a_chat_is_a_prompt_and_an_answer_between_special_tokens():
-    example = TaskExample(system="Which?", user="<|user|>", answer="b")
-    document = chat_document(example)
-    names = [piece.token if isinstance(piece, Special) else piece for piece in document.pieces]
-    assert names == [
-        "<|system|>", "Which?", "<|end|>", "<|user|>", "<|user|>", "<|end|>", "<|assistant|>", "b", "<|end|>",
-    ]  # fmt: skip
-    assert names[document.prompt_pieces] == "b"
+def test_a_text_is_told_from_a_special_token_of_the_same_name():
+    document, other = (
+        chat_document(TaskExample(system="Which?", user=user, answer="b")) for user in ("<|user|>", "")
+    )
     assert document.texts == ("Which?", "<|user|>", "b")
-    # A text is told from a special token of the same name.
-    other = TaskExample(system="Which?", user="", answer="b")
-    assert chat_document(other).digest() != document.digest()
-    as_text = chat_document(TaskExample(user="1 + 1 =", answer=" 2", form="text"))
-    assert as_text.pieces == ("1 + 1 =", " 2", Special(END_OF_TEXT))
-    assert as_text.prompt_pieces == 1
+    assert other.digest() != document.digest()
 
 
 def test_tokenizer_is_deterministic_reversible_and_splits_digits():
@@ -99,3 +106,102 @@ def test_tokenizer_refuses_a_vocabulary_it_cannot_fill():
         train_tokenizer(TEXTS, MIN_VOCAB_SIZE - 1)
     with pytest.raises(ConfigError, match="more text"):
         train_tokenizer(["ab"], 400)
+
+
+UP = np.arange(32, dtype=np.float32).reshape(4, 8)
+PARAMS = {"up": UP, "down": UP + 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Young:
+    size: int
+    bias: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Old:
+    size: int
+    bias: bool = False
+    gated: bool = True
+
+
+def test_it_differs_where_models_do():
+    half = dataclasses.replace(TINY, rope=RopeConfig(dim=8))
+    others = [
+        model_digest(TINY),
+        model_digest(half, PARAMS),
+        model_digest(TINY, {**PARAMS, "down": UP}),
+        model_digest(TINY, {"up": UP + 1, "down": UP}),
+        model_digest(TINY, PARAMS, {"up": UP}),
+        model_digest({"model": TINY, "levels": (50, 100)}, PARAMS),
+        model_digest(TINY, {**PARAMS, "up": quantize(UP, bits=8, axis=-1)}),
+    ]
+    assert len({model_digest(TINY, PARAMS), *others}) == 8
+
+
+def test_it_is_the_same_however_a_model_is_held():
+    once = model_digest(TINY, PARAMS)
+    turned = {name: np.asfortranarray(PARAMS[name]) for name in sorted(PARAMS)}
+    assert model_digest(dataclasses.replace(TINY), turned) == once
+    assert model_digest(TINY, jax.tree.map(jax.numpy.asarray, PARAMS)) == once
+
+
+def test_a_field_that_is_added_later_changes_no_name():
+    assert model_digest(Young(3)) == model_digest(Old(3)) != model_digest(Old(3, gated=False))
+    assert model_digest(Young(3, bias=True)) not in (model_digest(Young(3)), model_digest(Young(4)))
+
+
+OPTIONS = (" yes", " no")
+
+
+def question(user: str, **changes) -> TaskExample:
+    return TaskExample(user=user, answer=" yes", system="Is it so?", options=OPTIONS, **changes)
+
+
+def some(count: int = 200) -> list[TaskExample]:
+    return [question(f"the number {place} is one that nobody knows by heart yet") for place in range(count)]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_about_a_share_of_the_words_stays_in_order(share):
+    kept = 0
+    for example in some():
+        words, left = example.user.split(), with_fewer_words(example, share).user.split()
+        kept += len(left) / len(words)
+        rest = iter(words)
+        assert left
+        assert all(word in rest for word in left)
+    assert abs(kept / 200 - share) < 0.05
+
+
+def test_all_words_and_none_of_the_rest_stay_at_the_ends():
+    (example,) = some(1)
+    assert with_fewer_words(example, 1.0) == example
+    last = with_fewer_words(example, 0.0)
+    assert last.user.strip() in example.user.split()
+    assert dataclasses.replace(last, user=example.user) == example
+
+
+def test_what_must_stay_does():
+    user = "Screen: a red button and some text\nGoal: open the page of settings\nA) press it\nB) go back"
+    left = with_fewer_words(question(user), 0.0).user
+    assert left == "Screen:\nGoal: open the page of settings\nA) press it\nB) go back"
+
+
+def test_the_asked_share_of_questions_is_shortened_the_same_each_time():
+    documents = [chat_document(example) for example in some()]
+    heard = [shortened_document(each, 0.5) for each in documents]
+    changed = [was != now for was, now in zip(documents, heard, strict=True)]
+    assert 70 < sum(changed) < 130
+    assert heard == [shortened_document(each, 0.5) for each in documents]
+    lengths = [len(each.example.user.split()) for each, new in zip(heard, changed, strict=True) if new]
+    whole = len(documents[0].example.user.split())
+    assert min(lengths) < whole / 2 < max(lengths)
+    assert sum(lengths) / len(lengths) > LEAST_SHARE * whole
+
+
+def test_documents_without_options_stay_as_they_are():
+    free = TaskExample(user="say this in a shorter way", answer=" shorter")
+    for document in (chat_document(free), text_document("some text"), chat_document(some(1)[0])):
+        share = 0.0 if document.example and document.example.options else 1.0
+        assert shortened_document(document, share) is document

@@ -12,15 +12,15 @@ from jaxllm.errors import ConfigError
 from jaxllm.training.data import corpus
 from jaxllm.training.data.corpus import Corpus, exchanged
 from jaxllm.training.data.encoders import PieceEncoder
-from jaxllm.training.data.packing import PackedBatches, evaluation_batches
+from jaxllm.training.data.rows import PackedBatches, evaluation_batches
 from jaxllm.training.data.sources import Source
 from jaxllm.training.loop.fitting import TOKENIZER_FILE, read_tokenizer_file
 from jaxllm.training.loop.parallel import MeshShape
-from jaxllm.training.pretrain.run import PretrainTexts, pretrain
+from jaxllm.training.pretrain.run import pretrain
 from tests.training.data.test_packing import RAGGED
 from tests.training.jobs import SMOKE
 from tests.training.processes import join, started_group, told_by
-from tests.training.tiny_runs import SILENT
+from tests.training.tiny_runs import quiet
 
 SOURCES = (Source(text="texts", repeats=1.5), Source(chat="chats.jsonl", answer_weight=2.0, skip_bad=True))
 RECIPE = dataclasses.replace(
@@ -42,8 +42,7 @@ def write_data(folder):
 
 
 def run(recipe, data, folder, mesh):
-    options = {"mesh_shape": MeshShape.parse(mesh), "monitoring": SILENT}
-    return pretrain(recipe, folder, texts=PretrainTexts(data=data), **options)
+    return pretrain(recipe, dataclasses.replace(quiet(folder, data), mesh_shape=MeshShape.parse(mesh)))
 
 
 def one_file(data, folder):

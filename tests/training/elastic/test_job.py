@@ -10,7 +10,7 @@ import pytest
 from jaxllm.elastic.ladder import Ladder, sub_config, sub_model
 from jaxllm.models.parameters import init_params
 from jaxllm.training.elastic.job import divergence_job, joint_job
-from jaxllm.training.elastic.recovery import within_bound
+from jaxllm.training.elastic.run import within_bound
 from jaxllm.training.loop.losses import distillation_losses, next_token_losses, outputs_of
 from jaxllm.training.loop.trainer import Trainer
 from tests.training.jobs import SMOKE, held_out_of, one_device, train

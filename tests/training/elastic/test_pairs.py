@@ -27,13 +27,12 @@ from jaxllm.training.elastic.job import ElasticRecipe, at_level, level_counts
 from jaxllm.training.elastic.run import elasticize
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
 from jaxllm.training.lora.run import require_trainable
-from jaxllm.training.seq2seq.batches import PairRows
 from jaxllm.training.seq2seq.job import cross_entropy, init_seq2seq, target_logits
+from jaxllm.training.seq2seq.translation import Translator
 from tests.tiny import TINY
-from tests.training.seq2seq.tiny import SWITCH, T5, tiny_recipe, write_random_folder
-from tests.training.tiny_runs import ONE, SILENT, TLM_RECIPE
+from tests.training.seq2seq.tiny import SWITCH, T5, batch, tiny_recipe, write_random_folder
+from tests.training.tiny_runs import TLM_RECIPE, quiet
 
-PAIRS = [([5, 6, 7, 0], [8, 9, 0]), ([5, 10, 0], [11, 12, 13, 14, 0]), ([5, 15, 16, 17, 18, 0], [19, 0])]
 RECIPE = ElasticRecipe(
     steps=8, batch=4, row_tokens=32, peak_learning_rate=2e-2, warmup_steps=0, checkpoint_steps=4, log_steps=4,
     lora=LoraConfig(rank=2, alpha=4), held_out_share=0.2, levels=(50, 100), anchor_share=0.5,
@@ -47,23 +46,13 @@ def short_texts(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def data(pairs_data):
-    return pairs_data
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, data):
-    return write_random_folder(tmp_path_factory.mktemp("model"), data)
+def folder(tmp_path_factory, pairs_data):
+    return write_random_folder(tmp_path_factory.mktemp("model"), pairs_data)
 
 
 def run(recipe, folder, data, out, **options):
-    options |= {"data": data, "mesh_shape": ONE, "monitoring": SILENT}
-    return elasticize(recipe, folder, BundleOutput(out / "out.jaxllm", "f32"), out / "run", **options)
-
-
-def batch():
-    rows = PairRows(PAIRS, np.zeros(3, np.int32), (8,), batch_tokens=32, rows_multiple=1, start_id=1, seed=0)
-    return next(rows.held_out())
+    bundle = BundleOutput(out / "out.jaxllm", "f32")
+    return elasticize(recipe, folder, bundle, quiet(out / "run", data), **options)
 
 
 def test_importance_is_the_slope_of_the_loss_along_a_unit_of_either_side(tmp_path):
@@ -104,25 +93,9 @@ def test_importance_is_the_slope_of_the_loss_along_a_unit_of_either_side(tmp_pat
     assert len(random_order(cfg, 1).encoder.neurons) == 2
 
 
-def greedy(params, cfg, source, start, count):
-    """Greedy tokens by the training's forward pass, each after a pass over all tokens before it."""
-    length = max(len(source), count)
-    step = jax.jit(lambda batch: target_logits(params, batch, cfg=cfg)[0].argmax(-1))
-    rows = PairRows(
-        [(source, [0] * count)], np.zeros(1, np.int32), (length,), batch_tokens=length, rows_multiple=1,
-        start_id=start, seed=0,
-    )  # fmt: skip
-    filled, said = next(rows.held_out()), []
-    for _ in range(count):
-        tokens = np.array(filled.tokens)
-        tokens[0, 1 : 1 + len(said)] = said
-        said.append(int(step(dataclasses.replace(filled, tokens=tokens))[0, len(said)]))
-    return said
-
-
 @pytest.mark.slow
-def test_an_engine_serves_what_was_recovered(folder, data, tmp_path):
-    facts = run(RECIPE, folder, data, tmp_path)
+def test_an_engine_serves_what_was_recovered(folder, pairs_data, tmp_path):
+    facts = run(RECIPE, folder, pairs_data, tmp_path)
     half = facts["levels"]["50"]
     assert half["recovered"] < half["held_out"] - 0.1
     assert set(facts["encoder"]) == {"anchors", "layer_importance"}
@@ -147,46 +120,49 @@ def test_an_engine_serves_what_was_recovered(folder, data, tmp_path):
     level = at_level(adapt(params, wide, recovery.scaling), level_counts(cfg, ladder, 50), cfg)
     options = EngineOptions(chunk_tokens=(16,), decode_block=4, context_tokens=48, levels=(50,))
     engine = Engine.open(path, options=options)
-    config = GenerationConfig(max_tokens=6, ignore_eos=True, sampling=Sampling(temperature=0))
-    source, (start,) = engine.tokenizer.encode("number to word: 123"), engine.tokenizer.files.start_ids
+    config = GenerationConfig(max_tokens=6, sampling=Sampling(temperature=0))
     answers = {each: engine.at(each).generate("number to word: 123", config).tokens for each in (50, 100)}
+    tokenizer = engine.tokenizer
     engine.close()
-    assert answers[50] == greedy(level, cfg, source, start, 6)
-    assert answers[100] == greedy(params, cfg, source, start, 6)
+    # The training's forward pass says the same, with its end.
+    ends = set(tokenizer.eos_ids)
+    for each, weights in ((50, level), (100, params)):
+        (said,) = Translator(cfg, weights, tokenizer).translate([tokenizer.encode("number to word: 123")], 6)
+        assert list(answers[each]) == [token for token in said if token not in ends]
     # Nothing is done twice.
-    assert run(RECIPE, folder, data, tmp_path) == facts
+    assert run(RECIPE, folder, pairs_data, tmp_path) == facts
 
 
 @pytest.mark.slow
-def test_levels_are_trained_together(folder, data, tmp_path):
+def test_levels_are_trained_together(folder, pairs_data, tmp_path):
     one = {"steps": 2, "warmup_steps": 0, "checkpoint_steps": 2, "order": "magnitude"}
-    facts = run(dataclasses.replace(RECIPE, recovery="joint", **one), folder, data, tmp_path)
+    facts = run(dataclasses.replace(RECIPE, recovery="joint", **one), folder, pairs_data, tmp_path)
     assert set(facts["levels"]) == {"50", "100"}
     with Bundle.open(tmp_path / "out.jaxllm") as bundle:
         assert read_recovery(bundle, 50) is None
 
 
-def test_what_is_refused(folder, data, model, tmp_path):
+def test_what_is_refused(folder, pairs_data, model, tmp_path):
     with pytest.raises(ConfigError, match="--tiny-lm none"):
-        run(RECIPE, folder, data, tmp_path, tiny_lm=TinyLmRun(TLM_RECIPE, None))
+        run(RECIPE, folder, pairs_data, tmp_path, tiny_lm=TinyLmRun(TLM_RECIPE, None))
     for change, message in (
         ({"units": "global"}, "--units equal"),
         ({"sources": (Source(text="one.txt"),)}, "learns from pairs, but one has none: give --pairs"),
         ({"sources": (Source(pairs=("one.txt", "none.txt")),)}, "cannot read .*none.txt"),
     ):
         with pytest.raises(ConfigError, match=message):
-            run(dataclasses.replace(RECIPE, **change), folder, data, tmp_path)
+            run(dataclasses.replace(RECIPE, **change), folder, pairs_data, tmp_path)
     with pytest.raises(ConfigError, match="pairs of sources and targets are for encoder-decoders"):
-        run(RECIPE, model, data, tmp_path)
-    switch = write_random_folder(tmp_path / "switch", data, SWITCH)
+        run(RECIPE, model, pairs_data, tmp_path)
+    switch = write_random_folder(tmp_path / "switch", pairs_data, SWITCH)
     with pytest.raises(ConfigError, match="levels of an encoder-decoder with experts: not yet"):
-        run(RECIPE, switch, data, tmp_path)
+        run(RECIPE, switch, pairs_data, tmp_path)
     bart = dataclasses.replace(tiny_recipe(T5).cfg, model_type="bart")
     with pytest.raises(ConfigError, match="trained of t5, mt5, switch_transformers, and this is bart"):
         require_trainable(bart, RECIPE, "levels")
     require_trainable(TINY, RECIPE, "levels")
     words = ["elasticize", folder, "-o", tmp_path / "o", "--run", tmp_path / "r", "--tiny-lm", "none"]
-    pairs = ["--pairs", data / "one.txt", data / "two.txt", "--prefix", "a", "--prefix", "b"]
+    pairs = ["--pairs", pairs_data / "one.txt", pairs_data / "two.txt", "--prefix", "a", "--prefix", "b"]
     result = CliRunner().invoke(cli, [str(word) for word in (*words, *pairs)])
     assert result.exit_code == 2
     assert "1 --pairs and 2 --prefix" in result.stderr

@@ -15,7 +15,7 @@ from jaxllm.training.loop.parallel import MeshShape
 from jaxllm.training.lora.run import LoraRecipe, train_lora
 from tests.training.elastic.test_run import RECIPE
 from tests.training.processes import join, started_group, told_by
-from tests.training.tiny_runs import SILENT
+from tests.training.tiny_runs import quiet
 
 pytestmark = [pytest.mark.slow]
 
@@ -28,10 +28,10 @@ LORA = LoraRecipe(
 
 def both(model, data, folder, mesh):
     """The losses of an adapter and of levels."""
-    options = {"data": data, "mesh_shape": MeshShape.parse(mesh), "monitoring": SILENT}
-    adapter = train_lora(LORA, model, folder / "lora", **options)
+    run = dataclasses.replace(quiet(folder, data), mesh_shape=MeshShape.parse(mesh))
+    adapter = train_lora(LORA, model, run.stage("lora"))
     summary = json.loads((adapter.parent / "summary.json").read_text())
-    facts = elasticize(TOGETHER, model, BundleOutput(folder / "out.jaxllm"), folder / "run", **options)
+    facts = elasticize(TOGETHER, model, BundleOutput(folder / "out.jaxllm"), run.stage("run"))
     return [*summary["held_out"].values(), *(each["held_out"] for each in facts["levels"].values())]
 
 

@@ -7,7 +7,6 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 import jaxllm.training.elastic.run
 import jaxllm.training.elastic.tiny_lm.run
@@ -15,8 +14,6 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import read_ladder, read_order, read_recovery
 from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.bundle.writer import stored_form
-from jaxllm.cli import train as elasticize_cli
-from jaxllm.cli.main import cli
 from jaxllm.elastic.ladder import layer_parameters, sub_config
 from jaxllm.elastic.slo import marks
 from jaxllm.elastic.units import reorder
@@ -27,12 +24,12 @@ from jaxllm.models.tiny_lm import forward_both
 from jaxllm.quant import dequantize
 from jaxllm.training.calibration import BundleOutput
 from jaxllm.training.data.sources import Source
-from jaxllm.training.elastic import importance, recovery
+from jaxllm.training.elastic import importance
 from jaxllm.training.elastic.job import ElasticRecipe
 from jaxllm.training.elastic.run import elasticize
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe, TinyLmRun
 from tests.tiny import TINY, tiny_params, write_tiny_folder
-from tests.training.tiny_runs import ONE, SILENT, TLM_RECIPE
+from tests.training.tiny_runs import TLM_RECIPE, quiet
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +45,10 @@ RECIPE = ElasticRecipe(
 )  # fmt: skip
 
 
-def run(recipe, model, data, folder, *, weights=None, tlm=None, encoder=None, **options):
-    options |= {"data": data, "mesh_shape": ONE, "monitoring": SILENT}
-    options["tiny_lm"] = None if tlm is None else TinyLmRun(tlm, encoder)
-    return elasticize(recipe, model, BundleOutput(folder / "out.jaxllm", weights), folder / "run", **options)
+def run(recipe, model, data, folder, *, weights=None, tlm=None, encoder=None):
+    out = BundleOutput(folder / "out.jaxllm", weights)
+    tiny_lm = None if tlm is None else TinyLmRun(tlm, encoder)
+    return elasticize(recipe, model, out, quiet(folder / "run", data), tiny_lm=tiny_lm)
 
 
 QUICK = dataclasses.replace(RECIPE, recovery="none", order="random")
@@ -103,7 +100,7 @@ def test_levels_are_recovered_and_nothing_is_done_twice(model, data, tmp_path, m
 
     # The same again: read, not done.
     written = path.read_bytes()
-    monkeypatch.setattr(recovery, "measure", stop)
+    monkeypatch.setattr(jaxllm.training.elastic.run, "measure", stop)
     with monkeypatch.context() as patch:
         patch.setattr(jaxllm.training.elastic.tiny_lm.run, "answer", stop)
         assert run(RECIPE, model, data, tmp_path, weights="int8", tlm=TLM_RECIPE) == facts
@@ -113,8 +110,8 @@ def test_levels_are_recovered_and_nothing_is_done_twice(model, data, tmp_path, m
     # More steps: importance is known, the adapters go on, and to others belongs another tiny LM.
     folders = []
 
-    def trained(sources, elastic, folder, **_):
-        folders.append(folder)
+    def trained(sources, elastic, run, **_):
+        folders.append(run.folder)
         return tiny
 
     monkeypatch.setattr(jaxllm.training.elastic.run, "train_tiny_lm", trained)
@@ -160,39 +157,6 @@ def test_what_the_tiny_lm_lacks_is_said_before_the_work(model, data, tmp_path):
         with pytest.raises(error, match=message):
             run(RECIPE, model, given, tmp_path, tlm=recipe, **how)
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-def test_the_command(model, data, tmp_path, monkeypatch):
-    # Devices are made once in a process.
-    monkeypatch.setattr(elasticize_cli, "set_devices", lambda devices: None)
-    recipe = tmp_path / "tiny.toml"
-    recipe.write_text(
-        "steps = 9\nbatch = 1\nrow_tokens = 300\npeak_learning_rate = 1e-2\ncalibration_tokens = 512\n"
-        "held_out_share = 0.1\n[[sources]]\ntask = 'sentiment'\n"
-    )
-    out = tmp_path / "out.jaxllm"
-    plain = [str(model), "-o", str(out), "--recipe", str(recipe), "--data", str(data), "--tiny-lm", "none"]
-    plain += ["--run", str(tmp_path / "run"), "--mesh", "data=1", "--recovery", "none"]
-    chosen = ["--levels", "30,100", "--anchor-share", "50%", "--order", "magnitude", "--weights", "int8"]
-    result = CliRunner().invoke(cli, ["elasticize", *plain, *chosen, "--steps", "3", "--name", "mini"])
-    assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout.splitlines()[-1])
-    assert told["bundle"] == str(out)
-    assert list(told["levels"]) == ["30", "100"]
-    assert len(told["anchors"]) == 1
-    with Bundle.open(out) as bundle:
-        assert (bundle.layout.name, bundle.layout.weights) == ("mini", "int8")
-        assert bundle.layout.parts.keys() == {"elastic"}
-        assert bundle.layout.parts["elastic"].facts["order"] == "magnitude"
-    recipe_of_run = json.loads((tmp_path / "run" / "recipe.json").read_text())["recipe"]
-    assert (recipe_of_run["steps"], recipe_of_run["recovery"]) == (3, "none")
-    # The model's window, and as many more rows.
-    assert (recipe_of_run["row_tokens"], recipe_of_run["batch"]) == (128, 2)
-    for levels, message in (("30,x", "no level"), ("30", "end with 100")):
-        result = CliRunner().invoke(cli, ["elasticize", *plain, "--levels", levels])
-        assert result.exit_code != 0
-        assert message in result.output + str(result.exception)
 
 
 @pytest.mark.slow

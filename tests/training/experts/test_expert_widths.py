@@ -22,7 +22,7 @@ from jaxllm.training.experts.expert_widths import quantize_experts
 from jaxllm.training.experts.measures import TextPerplexity, WidthLosses
 from jaxllm.training.loop.fitting import FrozenModel
 from tests.tiny import BEGIN_ID, TINY, tiny_params, write_tiny_folder
-from tests.training.tiny_runs import QUIET
+from tests.training.tiny_runs import quiet
 
 CFG = dataclasses.replace(
     TINY, model_type="qwen3_moe", qk_norm=True, layers=2, attention_windows=(), experts=4,
@@ -86,16 +86,9 @@ def run_dir(tmp_path_factory):
     return tmp_path_factory.mktemp("run") / "run"
 
 
-def calibrated(folder, text, run_dir, out, weights=None, **how):
-    return quantize_experts(
-        RECIPE,
-        folder,
-        BundleOutput(out, weights),
-        run_dir,
-        target=WidthTarget(**how),
-        texts=[text],
-        console=QUIET,
-    )
+def calibrated(folder, text, run_dir, out, **how):
+    target, out = WidthTarget(**how), BundleOutput(out)
+    return quantize_experts(RECIPE, folder, out, quiet(run_dir), target=target, texts=[text])
 
 
 @pytest.mark.slow
@@ -128,12 +121,6 @@ def test_more_loss_lowers_more_and_measures_little(folder, text, run_dir, tmp_pa
     facts = calibrated(folder, text, run_dir, tmp_path / "b.jaxllm", most_loss=10.0)
     assert facts["widths"] == {"2": 8}
     assert json.loads((run_dir / "losses.json").read_text()) == before
-
-
-def test_an_unreachable_loss_says_the_best(folder, text, run_dir, tmp_path):
-    with pytest.raises(ConfigError, match=r"no widths lose at most 0\.0\d%: the least, by 8 bits .* allow"):
-        calibrated(folder, text, run_dir, tmp_path / "a.jaxllm", most_loss=1e-9)
-    assert not (tmp_path / "a.jaxllm").exists()
 
 
 def test_uniform_widths(folder, text, run_dir, tmp_path):
@@ -170,18 +157,6 @@ def test_the_loss_of_one_expert(folder, text, run_dir, tmp_path):
     assert losses.loss_of(alone) > losses.loss_of(np.where(alone == 2, 8, alone))
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        (lambda tmp: {"uniform": 3}, r"among \(2, 4, 8, 16, 32\), got 3"),
-        (lambda tmp: {"most_loss": 0.0}, "must be positive"),
-    ],
-)
-def test_impossible_wishes_are_refused(folder, text, run_dir, tmp_path, how, message):
-    with pytest.raises(ConfigError, match=message):
-        calibrated(folder, text, run_dir, tmp_path / "a.jaxllm", **how(tmp_path))
-
-
 @pytest.mark.slow
 def test_a_bundle_is_calibrated_as_its_weights_are(folder, text, tmp_path):
     """Experts get narrower, never wider; all else, and who keeps its width, stays byte for byte."""
@@ -205,23 +180,22 @@ def test_a_bundle_is_calibrated_as_its_weights_are(folder, text, tmp_path):
         calibrated(out, text, tmp_path / "wider", tmp_path / "wider.jaxllm", uniform=4)
 
 
-def test_dense_models_and_missing_ones_are_refused(model, text, tmp_path):
-    with pytest.raises(ConfigError, match="no mixture of experts; `jaxllm prepare`"):
-        calibrated(model, text, tmp_path / "run", tmp_path / "a.jaxllm")
-    with pytest.raises(CheckpointError, match="no such file or folder; give a Hugging Face"):
-        calibrated(tmp_path / "a.jaxllm", text, tmp_path / "run", tmp_path / "b.jaxllm")
-
-
-def test_too_little_text_is_refused(folder, tmp_path):
-    short = tmp_path / "short.txt"
+def test_refusals(folder, text, run_dir, model, tmp_path):
+    out, short, other = tmp_path / "a.jaxllm", tmp_path / "short.txt", tmp_path / "other.txt"
     short.write_text("hello there")
-    with pytest.raises(ConfigError, match=r"the text has \d+ tokens; .* give more text"):
-        calibrated(folder, short, tmp_path / "run", tmp_path / "a.jaxllm")
-
-
-def test_another_text_is_another_run(folder, text, run_dir, tmp_path):
-    calibrated(folder, text, run_dir, tmp_path / "a.jaxllm", uniform=32)
-    other = tmp_path / "other.txt"
+    calibrated(folder, text, run_dir, out, uniform=32)
+    out.unlink()
     other.write_text("hello there\n\n" + text.read_text())
-    with pytest.raises(ConfigError, match="holds another run, it differs in the documents"):
-        calibrated(folder, other, run_dir, tmp_path / "a.jaxllm")
+    for source, of, where, how, message in (
+        (folder, text, run_dir, {"most_loss": 1e-9}, r"at most 0\.0\d%: the least, by 8 bits .* allow"),
+        (folder, text, run_dir, {"uniform": 3}, r"among \(2, 4, 8, 16, 32\), got 3"),
+        (folder, text, run_dir, {"most_loss": 0.0}, "must be positive"),
+        (folder, other, run_dir, {}, "holds another run, it differs in the documents"),
+        (folder, short, tmp_path / "run", {}, r"the text has \d+ tokens; .* give more text"),
+        (model, text, tmp_path / "run", {}, "no mixture of experts; `jaxllm prepare`"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            calibrated(source, of, where, out, **how)
+    with pytest.raises(CheckpointError, match="no such file or folder; give a Hugging Face"):
+        calibrated(out, text, tmp_path / "run", tmp_path / "b.jaxllm")
+    assert not out.exists()

@@ -21,11 +21,12 @@ from jaxllm.training.experts import expert_widths
 from jaxllm.training.experts.expert_widths import _split_pairs, quantize_seq2seq_experts
 from jaxllm.training.experts.measures import PairPerplexity, PairRouge, WidthLosses, pair_visits
 from jaxllm.training.seq2seq.forward import encode_rows
-from jaxllm.training.seq2seq.pairs import TextPairs, pair_tokenizer, read_pair_files
-from jaxllm.training.seq2seq.run import write_seq2seq
+from jaxllm.training.seq2seq.pairs import TextPairs, read_pair_files
+from jaxllm.training.seq2seq.run import pair_tokenizer, write_seq2seq
 from jaxllm.training.seq2seq.translation import Translator
 from tests.tiny import tiny_params, write_tiny_folder
 from tests.training.seq2seq.tiny import SWITCH, T5, tiny_recipe
+from tests.training.tiny_runs import quiet
 
 RECIPE = PairWidthsRecipe(tokens=2048, batch_tokens=512, answer_tokens=12)
 PREFIX = "number to word:"
@@ -82,9 +83,8 @@ def run_dir(tmp_path_factory):
 
 
 def calibrated(folder, pairs, run_dir, out, measure="perplexity", **how):
-    return quantize_seq2seq_experts(
-        RECIPE, folder, BundleOutput(out), run_dir, pairs=pairs, target=WidthTarget(**how), measure=measure
-    )
+    how = {"pairs": pairs, "target": WidthTarget(**how), "measure": measure}
+    return quantize_seq2seq_experts(RECIPE, folder, BundleOutput(out), quiet(run_dir), **how)
 
 
 @pytest.mark.slow

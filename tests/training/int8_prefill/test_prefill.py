@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from rich.console import Console
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import prefill_facts, read_prefill
@@ -20,13 +19,12 @@ from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.int8_prefill.shadow import contracted_axes
 from jaxllm.quant import dequantize
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.training.calibration import PrefillRecipe
+from jaxllm.training.calibration import BundleOutput, PrefillRecipe
 from jaxllm.training.int8_prefill.prefill import _texts, calibrate_prefill
 from tests.int8_prefill.calibrated import OUTLIERS, outlying
 from tests.tiny import write_tiny_bundle, write_tiny_folder
 
 RECIPE = PrefillRecipe(tokens=2048, row_tokens=64, shadow=ShadowRecipe(most_channels=0.06, pruned_share=0.5))
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,7 @@ def text(tmp_path_factory):
 def test_a_folder(text, tmp_path):
     """Its float rows are the checkpoint's, and channels with outliers are among them."""
     folder = write_tiny_folder(tmp_path / "hf", params=outlying())
-    facts = calibrate_prefill(RECIPE, folder, tmp_path / "m.jaxllm", texts=[text], console=QUIET)
+    facts = calibrate_prefill(RECIPE, folder, BundleOutput(tmp_path / "m.jaxllm"), texts=[text])
     with Bundle.open(tmp_path / "m.jaxllm") as bundle:
         found = read_prefill(bundle)
         assert found is not None
@@ -98,7 +96,7 @@ def test_a_model_that_loses_too_much_makes_no_bundle(text, tmp_path, monkeypatch
     out = tmp_path / "out.jaxllm"
     recipe = dataclasses.replace(RECIPE, shadow=dataclasses.replace(RECIPE.shadow, pruned_share=0.0))
     with pytest.raises(ConfigError, match=r"grow by .* and -50\.00% were allowed.*--max-loss"):
-        calibrate_prefill(recipe, path, out, texts=[text], console=QUIET, most_loss=-0.5)
+        calibrate_prefill(recipe, path, BundleOutput(out), texts=[text], most_loss=-0.5)
     assert not out.exists()
 
 
@@ -116,9 +114,11 @@ def test_every_text_is_looked_at(text, tmp_path):
 
 
 def test_refusals(text, tmp_path):
+    out = BundleOutput(tmp_path / "out.jaxllm")
+
     def refused(model, error, message, texts=(text,), recipe=RECIPE):
         with pytest.raises(error, match=message):
-            calibrate_prefill(recipe, model, tmp_path / "out.jaxllm", texts=texts, console=QUIET)
+            calibrate_prefill(recipe, model, out, texts=texts)
         assert not (tmp_path / "out.jaxllm").exists()
 
     integer = write_tiny_bundle(tmp_path / "i.jaxllm", "int8")

@@ -11,7 +11,7 @@ import numpy as np
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.training.data.corpus import TokenizedDocuments
-from jaxllm.training.data.packing import evaluation_batches
+from jaxllm.training.data.rows import evaluation_batches
 from jaxllm.training.elastic import importance
 from jaxllm.training.experts.measures import TextPerplexity, WidthLosses
 from jaxllm.training.loop import parallel
@@ -106,7 +106,7 @@ def read_folder(folder):
     for stack in (False, True):
         parallel.stacks_layers = lambda mesh, stack=stack: stack
         for weights in ("f32", "bf16"):
-            model = FrozenModel.read_onto(mesh, folder, weights)
+            model = FrozenModel.read(folder, weights, mesh=mesh, stack=True)
             assert any(name.startswith("stacks.") for name in model.params) == stack
             embedding = model.params["embed.tokens"]
             divided = embedding.sharding.shard_shape(embedding.shape) != embedding.shape
@@ -142,7 +142,7 @@ def widths(folder):
         place = of.params["layers.0.experts.up"]
         share = place.addressable_shards[0].data.size / place.size
         measured = of.whole, of.loss_of(np.full((2, 4), 4))
-        found.append([share, *measured, text.visited(of.params).shares.tolist()])
+        found.append([share, *measured, text.visited(of.params).paths.alone.tolist()])
     return found
 
 

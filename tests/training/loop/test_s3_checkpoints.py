@@ -12,15 +12,15 @@ from jax.sharding import NamedSharding
 from safetensors.numpy import load_file
 
 from jaxllm.errors import CheckpointError
-from jaxllm.training.loop import s3_checkpoints
+from jaxllm.training.loop import checkpoints as module
 from jaxllm.training.loop.checkpoints import Checkpoints, TrainState, read_best
 from jaxllm.training.loop.parallel import MeshShape, make_mesh, spec_of
 from jaxllm.training.loop.run_files import keep_checkpoints_at
-from jaxllm.training.pretrain.run import PretrainTexts, export_best, pretrain
+from jaxllm.training.pretrain.run import export_best, pretrain
 from tests.training.jobs import SMOKE, one_device
 from tests.training.loop.fake_s3 import running
 from tests.training.processes import join, started_group, told_by
-from tests.training.tiny_runs import ONE, SILENT
+from tests.training.tiny_runs import quiet
 
 SERVICE = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key", "AWS_REGION": "eu-central-1"}
 URL = "s3://bucket/run/checkpoints"
@@ -66,7 +66,7 @@ def assert_is_step(state, step):
 
 def test_the_last_two_and_the_best_stay(service, monkeypatch):
     # A shard of several objects.
-    monkeypatch.setattr(s3_checkpoints, "_MOST_CHUNK_BYTES", 128)
+    monkeypatch.setattr(module, "_MOST_CHUNK_BYTES", 128)
     mesh = one_device()
     # What a killed process left of a step is written over.
     service.objects["bucket/run/checkpoints/3/params/zeros/c/7"] = b"left"
@@ -127,7 +127,7 @@ def test_what_is_damaged_or_of_another_run_is_refused(service):
 
 
 def test_a_service_that_is_not_there_is_told(monkeypatch):
-    monkeypatch.setattr(s3_checkpoints, "_RETRIES", {"max_retries": 1})
+    monkeypatch.setattr(module, "_RETRIES", {"max_retries": 1})
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -185,13 +185,12 @@ def test_a_run_resumes_from_a_bucket_to_the_same_bits(tmp_path, request, place, 
     request.getfixturevalue(place)
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"Story {n}: a cat sat on {n} mats." for n in range(400)))
-    options = {"texts": PretrainTexts(train=[text]), "mesh_shape": ONE, "monitoring": SILENT}
     recipe = dataclasses.replace(SMOKE, steps=4, checkpoint_steps=2, held_out_share=0.1)
-    whole = pretrain(recipe, tmp_path / "local", **options)
+    whole = pretrain(recipe, quiet(tmp_path / "local"), texts=[text])
     run = tmp_path / "run"
     keep_checkpoints_at(run, url)
-    pretrain(dataclasses.replace(recipe, steps=2), run, **options)
-    resumed = load_file(pretrain(recipe, run, **options) / "model.safetensors")
+    pretrain(dataclasses.replace(recipe, steps=2), quiet(run), texts=[text])
+    resumed = load_file(pretrain(recipe, quiet(run), texts=[text]) / "model.safetensors")
     assert not (run / "checkpoints").exists()
     for name, value in load_file(whole / "model.safetensors").items():
         np.testing.assert_array_equal(resumed[name], value, err_msg=name)

@@ -1,4 +1,4 @@
-"""The loop: learning, exact resumption, accumulation, precision, and what it refuses."""
+"""The loop and its optimizers: learning, exact resumption, accumulation, precision, and what it refuses."""
 
 import dataclasses
 import json
@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax.contrib
 import pytest
 
 from jaxllm.errors import ConfigError, JaxllmError
@@ -18,7 +20,7 @@ from jaxllm.training.loop import trainer as loop
 from jaxllm.training.loop.checkpoints import Checkpoints
 from jaxllm.training.loop.hardware import explain_memory_errors, peak_memory_bytes, what_to_change
 from jaxllm.training.loop.monitoring import StepTrace
-from jaxllm.training.loop.optimizer import decays, learning_rate, make_optimizer, matrices
+from jaxllm.training.loop.optimizer import decays, learning_rate, make_optimizer, matrices, scale_by_muon
 from jaxllm.training.loop.trainer import Trainer
 from jaxllm.training.pretrain.run import pretrain_job
 from tests.training.jobs import (
@@ -30,6 +32,7 @@ from tests.training.jobs import (
     train,
     trainer_of,
 )  # fmt: skip
+from tests.training.loop.meshes import MATRICES, SHAPES, gradients
 
 LONG = dataclasses.replace(SMOKE, steps=42, checkpoint_steps=7, log_steps=1, peak_learning_rate=1e-2)
 # A step of four parts, and the same as a whole.
@@ -361,3 +364,25 @@ def test_precision_is_by_the_device_where_none_is_said(monkeypatch):
     assert (SMOKE.computed_in, SMOKE.frozen_in) == ("bfloat16", "bf16")
     said = dataclasses.replace(SMOKE, precision="float32")
     assert (said.computed_in, said.on_accelerator().computed_in) == ("float32", "float32")
+
+
+def test_views_give_back_what_they_show():
+    for name, value in gradients(0).items():
+        matrix = MATRICES[name]
+        np.testing.assert_array_equal(matrix.back(matrix.view(value), value.shape), value)
+
+
+def test_updates_are_those_of_optax():
+    ours = scale_by_muon(lambda name, rank: MATRICES[name])
+    dims = {name: optax.contrib.MuonDimensionNumbers(m.rows, m.columns) for name, m in MATRICES.items()}
+    # optax turns an update around.
+    theirs = optax.contrib.muon(-1.0, consistent_rms=0.2, muon_weight_dimension_numbers=dims)
+    found: dict[int, Any] = {}
+    with jax.numpy_dtype_promotion("standard"):
+        for number, each in enumerate((ours, theirs)):
+            update, state = jax.jit(each.update), each.init(gradients(0))
+            for step in range(60):
+                found[number], state = update(gradients(step), state, gradients(0))
+    for name in SHAPES:
+        # optax corrects the bias of its first steps' momentum, which only there turns an update.
+        np.testing.assert_allclose(found[0][name], found[1][name], atol=0.02)

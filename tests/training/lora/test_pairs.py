@@ -13,7 +13,7 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.training.data.sources import Source
 from jaxllm.training.lora.run import LoraRecipe, dry_run_lora, train_lora
 from tests.training.seq2seq.tiny import SWITCH, T5, tiny_recipe, write_random_folder
-from tests.training.tiny_runs import ONE, SILENT
+from tests.training.tiny_runs import quiet
 
 RECIPE = LoraRecipe(
     steps=8, batch=4, row_tokens=32, peak_learning_rate=2e-2, warmup_steps=0, checkpoint_steps=4, log_steps=4,
@@ -25,19 +25,14 @@ RECIPE = LoraRecipe(
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def data(pairs_data):
-    return pairs_data
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "weights"), [(SWITCH, "int8"), pytest.param(T5, "f32", marks=pytest.mark.campaign)]
 )
-def test_an_adapter_learns_on_both_sides(data, tmp_path, family, weights):
+def test_an_adapter_learns_on_both_sides(pairs_data, tmp_path, family, weights):
     bundle = tmp_path / "model.jaxllm"
-    prepare(write_random_folder(tmp_path / "hf", data, family), bundle, weights=weights)
-    folder = train_lora(RECIPE, bundle, tmp_path / "run", data=data, mesh_shape=ONE, monitoring=SILENT)
+    prepare(write_random_folder(tmp_path / "hf", pairs_data, family), bundle, weights=weights)
+    folder = train_lora(RECIPE, bundle, quiet(tmp_path / "run", pairs_data))
     losses = json.loads((tmp_path / "run" / "summary.json").read_text())["held_out"]
     assert losses["with"] < losses["without"] - 0.1
     # PEFT makes another class of model of it.
@@ -52,7 +47,7 @@ def test_an_adapter_learns_on_both_sides(data, tmp_path, family, weights):
     engine.close()
 
 
-def test_estimates_are_refused(data, tmp_path):
-    folder = write_random_folder(tmp_path / "hf", data)
+def test_estimates_are_refused(pairs_data, tmp_path):
+    folder = write_random_folder(tmp_path / "hf", pairs_data)
     with pytest.raises(ConfigError, match="estimates of training: not for encoder-decoders yet"):
         dry_run_lora(RECIPE, folder, device="H100")

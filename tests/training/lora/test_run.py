@@ -16,7 +16,7 @@ from jaxllm.training.loop.parallel import make_mesh
 from jaxllm.training.loop.trainer import Trainer
 from jaxllm.training.lora.run import LoraRecipe, lora_job, train_lora
 from tests.tiny import TINY, write_tiny_bundle
-from tests.training.tiny_runs import ONE, SILENT
+from tests.training.tiny_runs import ONE, quiet
 
 RECIPE = LoraRecipe(
     steps=40, batch=2, row_tokens=128, peak_learning_rate=2e-2, warmup_steps=2, checkpoint_steps=20,
@@ -26,7 +26,7 @@ RECIPE = LoraRecipe(
 
 
 def run(recipe, model, data, folder, **options):
-    return train_lora(recipe, model, folder, data=data, mesh_shape=ONE, monitoring=SILENT, **options)
+    return train_lora(recipe, model, quiet(folder, data), **options)
 
 
 @pytest.mark.slow

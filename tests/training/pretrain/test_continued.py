@@ -12,13 +12,13 @@ from jaxllm.errors import ConfigError
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.training.data.corpus import Corpus
 from jaxllm.training.data.encoders import ModelEncoder
-from jaxllm.training.data.packing import Splits
+from jaxllm.training.data.rows import Splits
 from jaxllm.training.data.sources import Source
 from jaxllm.training.loop.losses import next_token_losses, outputs_of
-from jaxllm.training.pretrain.run import train_on
+from jaxllm.training.lora.run import train_on
 from tests.tiny import tiny_tokenizer, write_tiny_folder
 from tests.training.jobs import SMOKE
-from tests.training.tiny_runs import ONE, SILENT
+from tests.training.tiny_runs import quiet
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_a_folder_is_trained_on_and_resumes(folder, chats, tmp_path):
     recipe = recipe_of(chats, steps=12, checkpoint_steps=6, peak_learning_rate=1e-2)
 
     def run(recipe, place="run"):
-        return train_on(recipe, folder, tmp_path / place, mesh_shape=ONE, monitoring=SILENT)
+        return train_on(recipe, folder, quiet(tmp_path / place))
 
     whole = run(recipe)
     told = json.loads((tmp_path / "run" / "summary.json").read_text())["held_out"]
@@ -95,7 +95,7 @@ def test_a_folder_is_trained_on_and_resumes(folder, chats, tmp_path):
 
 def test_what_is_learnt_must_be_named(folder, tmp_path):
     with pytest.raises(ConfigError, match="--chat"):
-        train_on(SMOKE, folder, tmp_path, monitoring=SILENT)
+        train_on(SMOKE, folder, quiet(tmp_path))
     taught = dataclasses.replace(SMOKE, teacher_share=0.5)
     with pytest.raises(ConfigError, match="no teacher"):
-        train_on(taught, folder, tmp_path, monitoring=SILENT)
+        train_on(taught, folder, quiet(tmp_path))

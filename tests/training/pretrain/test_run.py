@@ -16,9 +16,9 @@ from jaxllm.training.data.corpus import TokenizedDocuments
 from jaxllm.training.data.sources import Source
 from jaxllm.training.loop.checkpoints import read_best
 from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.pretrain.run import PretrainTexts, export_best, pretrain, pretrain_job
+from jaxllm.training.pretrain.run import export_best, pretrain, pretrain_job
 from tests.training.jobs import SMOKE, assert_same_bits, one_device
-from tests.training.tiny_runs import SILENT
+from tests.training.tiny_runs import quiet
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def test_pretrain_ends_with_a_hugging_face_folder(tmp_path, monkeypatch):
     )
     run, valid = tmp_path / "run", tmp_path / "valid.txt"
     valid.write_text("Assignments bind names to values.\n\nThe if statement chooses.\n")
-    folder = pretrain(SMOKE, run, texts=PretrainTexts(valid=[valid]), monitoring=SILENT)
+    folder = pretrain(SMOKE, quiet(run), valid=[valid])
     assert folder == run / "hf"
     assert opened == ["train", "held_out", "valid"]
     trainer = Trainer(pretrain_job(SMOKE), SMOKE, one_device())
@@ -62,12 +62,10 @@ def test_pretrain_ends_with_a_hugging_face_folder(tmp_path, monkeypatch):
 
     # The folder goes on with its own run, and refuses another.
     longer = dataclasses.replace(SMOKE, steps=7)
-    pretrain(longer, run, monitoring=SILENT)
+    pretrain(longer, quiet(run))
     assert json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"] == 7
     with pytest.raises(ConfigError, match="differs in seed, the documents"):
-        pretrain(
-            dataclasses.replace(longer, seed=1), run, texts=PretrainTexts(train=[valid]), monitoring=SILENT
-        )
+        pretrain(dataclasses.replace(longer, seed=1), quiet(run), texts=[valid])
 
 
 @pytest.mark.slow
@@ -78,25 +76,13 @@ def test_a_family_shares_a_tokenizer_and_a_student_learns_from_its_teacher(tmp_p
         SMOKE, model=dataclasses.replace(SMOKE.model, vocab_size=290), sources=(Source(text=str(text)),)
     )
     recipe = dataclasses.replace(recipe, steps=4, checkpoint_steps=4, log_steps=4, teacher_share=0.0)
-    teacher = pretrain(recipe, tmp_path / "teacher", texts=PretrainTexts(tmp_path), monitoring=SILENT)
+    teacher = pretrain(recipe, quiet(tmp_path / "teacher", tmp_path))
     student_recipe = dataclasses.replace(recipe, teacher_share=1.0, peak_learning_rate=1e-2, steps=60)
     tokenizer = tmp_path / "teacher" / "tokenizer.json"
     with pytest.raises(ConfigError, match="--teacher"):
-        pretrain(
-            student_recipe,
-            tmp_path / "student",
-            texts=PretrainTexts(tmp_path),
-            tokenizer=tokenizer,
-            monitoring=SILENT,
-        )
-    student = pretrain(
-        student_recipe,
-        tmp_path / "student",
-        texts=PretrainTexts(tmp_path),
-        tokenizer=tokenizer,
-        teacher=teacher,
-        monitoring=SILENT,
-    )
+        pretrain(student_recipe, quiet(tmp_path / "student", tmp_path), tokenizer=tokenizer)
+    run = quiet(tmp_path / "student", tmp_path)
+    student = pretrain(student_recipe, run, tokenizer=tokenizer, teacher=teacher)
     assert (student / "tokenizer.json").read_bytes() == (teacher / "tokenizer.json").read_bytes()
     metrics = (tmp_path / "student" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in metrics]
@@ -104,7 +90,7 @@ def test_a_family_shares_a_tokenizer_and_a_student_learns_from_its_teacher(tmp_p
     assert np.log(290) > losses[0] > losses[-1] > 4.5
     other = dataclasses.replace(student_recipe, model=dataclasses.replace(recipe.model, vocab_size=291))
     with pytest.raises(ConfigError, match="one tokenizer"):
-        pretrain(other, tmp_path / "other", texts=PretrainTexts(tmp_path), teacher=teacher, monitoring=SILENT)
+        pretrain(other, quiet(tmp_path / "other", tmp_path), teacher=teacher)
 
 
 def test_a_run_that_cannot_start_does_not_claim_its_folder(tmp_path):
@@ -112,15 +98,15 @@ def test_a_run_that_cannot_start_does_not_claim_its_folder(tmp_path):
     text.write_text("a\n\nb\n\nc\n")
     run = tmp_path / "run"
     with pytest.raises(ConfigError, match="enough distinct pieces"):
-        pretrain(SMOKE, run, texts=PretrainTexts(train=[text]), monitoring=SILENT)
+        pretrain(SMOKE, quiet(run), texts=[text])
     text.write_text("one document")
     with pytest.raises(ConfigError, match="two distinct documents"):
-        pretrain(SMOKE, run, texts=PretrainTexts(train=[text]), monitoring=SILENT)
+        pretrain(SMOKE, quiet(run), texts=[text])
     with pytest.raises(CheckpointError, match="not the folder"):
         export_best(run)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot make the run's folder"):
-        pretrain(SMOKE, tmp_path / "file", monitoring=SILENT)
+        pretrain(SMOKE, quiet(tmp_path / "file"))
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.training.seq2seq.batches import PairRows
+from jaxllm.training.seq2seq.pairs import PairRows
 
 # Pairs named by their first token; the longer side decides the row's length.
 PAIRS = [([10 + n] + [2] * (n % 7), [10 + n] + [3] * ((n * 5) % 9)) for n in range(40)]

@@ -13,17 +13,9 @@ from jaxllm.checkpoints import huggingface
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.models.encoder_decoder import encoder_params, read_source
-from jaxllm.training.seq2seq.batches import PairRows
 from jaxllm.training.seq2seq.forward import dropout
 from jaxllm.training.seq2seq.job import cross_entropy, init_seq2seq, target_logits
-from tests.training.seq2seq.tiny import SWITCH, T5, tiny_recipe
-
-PAIRS = [([5, 6, 7, 0], [8, 9, 0]), ([5, 10, 0], [11, 12, 13, 14, 0]), ([5, 15, 16, 17, 18, 0], [19, 0])]
-
-
-def batch():
-    rows = PairRows(PAIRS, np.zeros(3, np.int32), (8,), batch_tokens=32, rows_multiple=1, start_id=1, seed=0)
-    return next(rows.held_out())
+from tests.training.seq2seq.tiny import PAIRS, SWITCH, T5, batch, tiny_recipe
 
 
 def model_of(family):

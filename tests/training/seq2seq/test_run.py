@@ -12,25 +12,19 @@ from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import param_specs
+from jaxllm.training.data.sources import Source
 from jaxllm.training.loop.optimizer import matrices
-from jaxllm.training.seq2seq.batches import PairRows
-from jaxllm.training.seq2seq.job import Seq2SeqRecipe
-from jaxllm.training.seq2seq.pairs import held_out_of, read_json_pairs, read_pairs
+from jaxllm.training.seq2seq.pairs import PairRows, held_out_of, read_json_pairs, read_pairs
 from jaxllm.training.seq2seq.run import export_best_seq2seq, train_seq2seq
 from jaxllm.training.seq2seq.translation import Translator, bleu, likeness
-from tests.training.seq2seq.tiny import SWITCH, tiny_recipe, write_pairs
-from tests.training.tiny_runs import ONE, SILENT
+from tests.training.seq2seq.tiny import SWITCH, tiny_recipe
+from tests.training.tiny_runs import quiet
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_pairs(tmp_path_factory.mktemp("pairs"))
-
-
-@pytest.fixture(scope="module")
-def run(data, tmp_path_factory):
+def run(pairs_data, tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    train_seq2seq(tiny_recipe(), folder, data=data, mesh_shape=ONE, monitoring=SILENT)
+    train_seq2seq(tiny_recipe(), quiet(folder, pairs_data))
     return folder
 
 
@@ -41,7 +35,7 @@ def test_the_loss_falls_and_is_reported_by_direction(run):
     assert json.loads((run / "summary.json").read_text())["best_step"] == 4
 
 
-def test_a_run_that_was_stopped_ends_with_the_same_parameters(run, data, tmp_path, monkeypatch):
+def test_a_run_that_was_stopped_ends_with_the_same_parameters(run, pairs_data, tmp_path, monkeypatch):
     real = PairRows.batch_at
 
     def stopped(rows, step):
@@ -49,12 +43,11 @@ def test_a_run_that_was_stopped_ends_with_the_same_parameters(run, data, tmp_pat
             raise KeyboardInterrupt
         return real(rows, step)
 
-    arguments = {"data": data, "mesh_shape": ONE, "monitoring": SILENT}
     monkeypatch.setattr(PairRows, "batch_at", stopped)
     with pytest.raises(KeyboardInterrupt):
-        train_seq2seq(tiny_recipe(), tmp_path, **arguments)
+        train_seq2seq(tiny_recipe(), quiet(tmp_path, pairs_data))
     monkeypatch.setattr(PairRows, "batch_at", real)
-    resumed = load_file(train_seq2seq(tiny_recipe(), tmp_path, **arguments) / "model.safetensors")
+    resumed = load_file(train_seq2seq(tiny_recipe(), quiet(tmp_path, pairs_data)) / "model.safetensors")
     for name, value in load_file(run / "hf" / "model.safetensors").items():
         np.testing.assert_array_equal(value, resumed[name], err_msg=name)
 
@@ -81,14 +74,12 @@ def test_greedy_answers_are_the_likeliest_tokens_one_by_one(run):
     assert translator.agreement(sources, answers) == 1.0
 
 
-def test_a_draft_learns_from_a_teacher_of_the_same_tokens(run, data, tmp_path):
+def test_a_draft_learns_from_a_teacher_of_the_same_tokens(run, pairs_data, tmp_path):
     recipe = tiny_recipe(SWITCH, teacher_share=0.5, steps=2, dropout=0.0)
     with pytest.raises(ConfigError, match="--teacher"):
-        train_seq2seq(recipe, tmp_path / "a", data=data, mesh_shape=ONE, monitoring=SILENT)
-    folder = train_seq2seq(
-        recipe, tmp_path / "b", data=data, tokenizer=run / "tokenizer.json", teacher=run / "hf",
-        mesh_shape=ONE, monitoring=SILENT,
-    )  # fmt: skip
+        train_seq2seq(recipe, quiet(tmp_path / "a", pairs_data))
+    shared = {"tokenizer": run / "tokenizer.json", "teacher": run / "hf"}
+    folder = train_seq2seq(recipe, quiet(tmp_path / "b", pairs_data), **shared)
     metrics = (tmp_path / "b" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(metrics[-1])["penalty"] > 0
     translator = Translator.read(folder)
@@ -104,34 +95,6 @@ def test_bleu_is_sacrebleus():
         bleu(["a"], [])
 
 
-@pytest.mark.parametrize("name", Seq2SeqRecipe.names())
-def test_packaged_recipes_can_be_read_back(name):
-    recipe = Seq2SeqRecipe.load(name)
-    assert Seq2SeqRecipe.from_json(json.loads(json.dumps(recipe.to_json()))) == recipe
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": {"model_type": "bart"}}, "needs a model_type of t5"),
-        ({"lengths": (32, 16)}, "ascending"),
-        ({"lengths": (16, 24)}, "must be row_tokens"),
-        ({"model": {**SWITCH, "expert_capacity": 8}}, "expert_capacity"),
-        ({"dropout": 1.0}, "dropout"),
-        ({"sources": ()}, "sources must have 1 or more entries"),
-        ({"sources": [{"name": "a", "prefix": "a:", "source": "a.txt"}]}, "target"),
-        ({"sources": [{"name": "a", "prefix": "a:", "source": "a", "fields": ["b"]}]}, "two fields"),
-        (
-            {"sources": [{"name": "a", "prefix": "a:", "source": "a", "fields": ["b", "c"], "target": "d"}]},
-            "one of",
-        ),
-    ],
-)
-def test_bad_recipes_are_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        Seq2SeqRecipe.from_json({**tiny_recipe().to_json(), **changes})
-
-
 def test_muon_takes_the_matrices_of_both_sides():
     shapes = param_specs(tiny_recipe(SWITCH).cfg)
     arrays = {name: np.zeros(spec.shape) for name, spec in shapes.items()}
@@ -139,8 +102,16 @@ def test_muon_takes_the_matrices_of_both_sides():
     assert seen == {name for name in shapes if name.endswith((".q", ".k", ".v", ".o", ".up", ".down"))}
 
 
-def test_two_files_become_bleu(run, data, tmp_path):
-    words = ["eval", "pairs", run / "hf", "--source", data / "one.txt", "--reference", data / "two.txt"]
+def test_two_files_become_bleu(run, pairs_data, tmp_path):
+    words = [
+        "eval",
+        "pairs",
+        run / "hf",
+        "--source",
+        pairs_data / "one.txt",
+        "--reference",
+        pairs_data / "two.txt",
+    ]
     options = ["--prefix", "number to word:", "-o", tmp_path / "said.txt"]
     result = CliRunner().invoke(cli, [str(word) for word in [*words, *options]], catch_exceptions=False)
     assert json.loads(result.stdout)["lines"] == 60
@@ -158,7 +129,7 @@ def test_json_lines_are_pairs_with_each_target(tmp_path):
     words = ("one.txt", "two.txt")
     for name in words:
         (tmp_path / name).write_text("".join(f"{name} {n}\n" for n in range(40)))
-    pairs = read_pairs([(words, ()), ((file.name,), ("text", "short"))], tmp_path)
+    pairs = read_pairs([Source(pairs=words), Source(pairs=(file.name,), fields=("text", "short"))], tmp_path)
     assert pairs.texts[40:44] == [("text 0", "t 0"), ("text 0", "t"), ("text 1", "t 1"), ("text 1", "t")]
     taken, kept = pairs.split(0.2)
     # All targets of a source are on one side, which is the one that `--held-out` knows.
@@ -188,8 +159,8 @@ def test_texts_are_like_the_best_of_their_references():
     assert found == {"exact": 0.5, "rouge1": 0.5, "rouge2": 0.5, "rougeL": 0.5}
 
 
-def test_files_of_different_lengths_are_refused(data, tmp_path):
+def test_files_of_different_lengths_are_refused(pairs_data, tmp_path):
     (tmp_path / "one.txt").write_text("1\n2\n")
     (tmp_path / "two.txt").write_text("one\n")
     with pytest.raises(ConfigError, match="must be a pair"):
-        train_seq2seq(tiny_recipe(), tmp_path / "run", data=tmp_path, mesh_shape=ONE, monitoring=SILENT)
+        train_seq2seq(tiny_recipe(), quiet(tmp_path / "run", tmp_path))

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rich.console import Console
 
 from jaxllm.bundle import Bundle
 from jaxllm.errors import CheckpointError, ConfigError
@@ -16,12 +15,11 @@ from jaxllm.prepare import prepare
 from jaxllm.quant import QArray, from_blocks
 from jaxllm.quant.blocks import BlockedArray
 from jaxllm.quant.parts import high_plane
-from jaxllm.training.calibration import NestedRecipe, text_tokens
+from jaxllm.training.calibration import BundleOutput, NestedRecipe, text_tokens
 from jaxllm.training.speculation.nested import calibrate_nested
 from tests.tiny import TINY, random_params, tiny_params, write_tiny_bundle, write_tiny_folder
 
 RECIPE = NestedRecipe(tokens=2048, row_tokens=64)
-QUIET = Console(quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +36,7 @@ def made(text, tmp_path_factory):
     folder = tmp_path_factory.mktemp("nested")
     source = write_tiny_folder(folder / "hf")
     prepare(source, folder / "plain.jaxllm", weights="int8-nested", name="hf")
-    facts = calibrate_nested(RECIPE, source, folder / "better.jaxllm", texts=[text], console=QUIET)
+    facts = calibrate_nested(RECIPE, source, BundleOutput(folder / "better.jaxllm"), texts=[text])
     return source, folder / "plain.jaxllm", folder / "better.jaxllm", facts
 
 
@@ -63,7 +61,7 @@ def test_high_planes_are_nearer_to_the_floats(made, text):
     """In the model's own outputs on the text, which no sum of the calibration sees."""
     _, plain, better, facts = made
     with Bundle.open(plain) as bundle:
-        tokens = jnp.array(text_tokens(bundle, 2048, [text])[:2048], jnp.int32).reshape(-1, 64)
+        tokens = jnp.array(text_tokens(bundle, 2048, [text]), jnp.int32).reshape(-1, 64)
     exact = forward_documents(jax.tree.map(jnp.asarray, dict(tiny_params())), tokens, cfg=TINY)
 
     def errors(path):
@@ -96,12 +94,13 @@ def test_sizes_scales_and_the_rest_stay(made):
 
 def test_the_same_text_writes_the_same_bytes_and_a_bundle_stands_for_its_floats(made, text, tmp_path):
     source, _, better, facts = made
-    assert calibrate_nested(RECIPE, source, tmp_path / "m.jaxllm", texts=[text], console=QUIET) == facts
+    out = BundleOutput(tmp_path / "m.jaxllm")
+    assert calibrate_nested(RECIPE, source, out, texts=[text]) == facts
     again, first = (planes(path)[0] for path in (tmp_path / "m.jaxllm", better))
     jax.tree.map(np.testing.assert_array_equal, again, first)
     # A bundle stands for its floats.
     plain = made[1]
-    facts = calibrate_nested(RECIPE, plain, tmp_path / "m.jaxllm", texts=[text], console=QUIET)
+    facts = calibrate_nested(RECIPE, plain, out, texts=[text])
     assert facts["high_plane_error_held_out"] < 0.9
     (before, _), (after, _) = planes(plain), planes(tmp_path / "m.jaxllm")
     old, new = before["layers.1.ffn.down"], after["layers.1.ffn.down"]
@@ -111,26 +110,26 @@ def test_the_same_text_writes_the_same_bytes_and_a_bundle_stands_for_its_floats(
 
 
 def test_bad_input_is_told(made, text, tmp_path):
-    source, plain, _, _ = made
-    out = tmp_path / "out.jaxllm"
+    source = made[0]
+    out = BundleOutput(tmp_path / "out.jaxllm")
     with pytest.raises(ConfigError, match="has int8 weights, of which nothing is nested"):
-        calibrate_nested(RECIPE, write_tiny_bundle(tmp_path / "m.jaxllm", "int8"), out, console=QUIET)
+        calibrate_nested(RECIPE, write_tiny_bundle(tmp_path / "m.jaxllm", "int8"), out)
     with pytest.raises(CheckpointError, match="no such file or folder"):
-        calibrate_nested(RECIPE, tmp_path / "missing", out, console=QUIET)
+        calibrate_nested(RECIPE, tmp_path / "missing", out)
     with pytest.raises(CheckpointError, match="create it first"):
-        calibrate_nested(RECIPE, plain, tmp_path / "missing" / "out.jaxllm", console=QUIET)
+        BundleOutput(tmp_path / "missing" / "out.jaxllm")
     with pytest.raises(ConfigError, match="at least 128 tokens of text, got 64; give more"):
-        calibrate_nested(NestedRecipe(tokens=64), source, out, texts=[text], console=QUIET)
+        calibrate_nested(NestedRecipe(tokens=64), source, out, texts=[text])
     with pytest.raises(ConfigError, match="row_tokens must be a whole number of at least 16"):
         NestedRecipe(row_tokens=1)
-    assert not out.exists()
+    assert not out.path.exists()
 
     # Models that are not run so stay as they are.
     experts = dataclasses.replace(TINY, experts=4, experts_per_token=2, expert_ffn_size=32)
     mixture = {"cfg": experts, "params": random_params(experts)}
     path = write_tiny_bundle(tmp_path / "experts.jaxllm", "int8-nested", **mixture)
     with pytest.raises(ConfigError, match=r"others stay as they were prepared \(a mixture of experts"):
-        calibrate_nested(RECIPE, path, out, console=QUIET)
+        calibrate_nested(RECIPE, path, out)
 
 
 @pytest.mark.parametrize(
@@ -140,5 +139,5 @@ def test_bad_input_is_told(made, text, tmp_path):
 def test_other_families(changes, text, tmp_path):
     cfg = dataclasses.replace(TINY, **changes)
     path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8-nested", cfg=cfg, params=tiny_params(cfg))
-    facts = calibrate_nested(RECIPE, path, tmp_path / "out.jaxllm", texts=[text], console=QUIET)
+    facts = calibrate_nested(RECIPE, path, BundleOutput(tmp_path / "out.jaxllm"), texts=[text])
     assert facts["high_plane_error"] < facts["high_plane_error_held_out"] < 0.95

@@ -80,9 +80,10 @@ class ScoreRows:
         """The batch of a step (from 0): all rows in a new order every epoch."""
         count = len(self.rows.tokens)
         picks = np.arange(step * self.batch, (step + 1) * self.batch)
-        orders = {epoch: self._order(epoch) for epoch in set((picks // count).tolist())}
+        epochs = set((picks // count).tolist())
+        orders = {each: np.random.default_rng([self.seed, 0, each]).permutation(count) for each in epochs}
         places = np.array([orders[pick // count][pick % count] for pick in picks.tolist()])
-        chosen = _rows_at(self.rows, places)
+        chosen = jax.tree.map(lambda each: each[places], self.rows)
         draw = np.random.default_rng([self.seed, 1, step])
         slos = [TOLD_SLOS[each] for each in draw.integers(0, len(TOLD_SLOS), self.batch)]
         return dataclasses.replace(chosen, tokens=_marked_each(chosen.tokens, slos, self.mark_ids))
@@ -92,9 +93,6 @@ class ScoreRows:
         for chosen, places in _in_order(self.rows, self.batch):
             slos = [TOLD_SLOS[each % len(TOLD_SLOS)] for each in places]
             yield dataclasses.replace(chosen, tokens=_marked_each(chosen.tokens, slos, self.mark_ids))
-
-    def _order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self.seed, 0, epoch]).permutation(len(self.rows.tokens))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -199,8 +197,7 @@ def score_rows(
 
 def joined(*rows: ScoreBatch) -> ScoreBatch:
     """Concatenates rows of several sources."""
-    fields = [field.name for field in dataclasses.fields(ScoreBatch)]
-    return ScoreBatch(*(np.concatenate([getattr(each, name) for each in rows]) for name in fields))
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *rows)
 
 
 def _groups(
@@ -254,14 +251,9 @@ def _in_order(rows: ScoreBatch, batch: int) -> Iterator[tuple[ScoreBatch, np.nda
     count = len(rows.tokens)
     for first in range(0, count, batch):
         places = np.arange(first, first + batch)
-        chosen = _rows_at(rows, places % count)
+        chosen = jax.tree.map(lambda each, at=places % count: each[at], rows)
         real = (places < count).astype(np.float32)[:, None]
         yield dataclasses.replace(chosen, weights=chosen.weights * real), places
-
-
-def _rows_at(rows: ScoreBatch, places: np.ndarray) -> ScoreBatch:
-    fields = [getattr(rows, field.name)[places] for field in dataclasses.fields(rows)]
-    return ScoreBatch(*fields)
 
 
 def _marked_each(tokens: np.ndarray, slos: Sequence[Slo], mark_ids: tuple[int, ...]) -> np.ndarray:

@@ -6,7 +6,7 @@ the decision head, so that training decisions changes no score. Training starts 
 trained MobileBERT.
 
 A run's folder has `recipe.json`, a folder for each head (`score/`, `decide/`) with `checkpoints/` and
-`metrics.jsonl`, the elastic model's answers in `answers.npz` (until complete, by shards in `answers/`), and
+`metrics.jsonl`, the elastic model's answers in `answers/`, and
 at the end `summary.json`. Calling `train_tiny_lm` again on the same folder resumes.
 """
 
@@ -34,21 +34,22 @@ from jaxllm.training.elastic.tiny_lm.batches import (
     joined,
     score_rows,
 )
-from jaxllm.training.elastic.tiny_lm.questions import kept_answers, kept_support
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
 from jaxllm.training.elastic.tiny_lm.self_labels import (
     Answers,
     ElasticModel,
     allowed_choices,
     answer,
+    kept_answers,
+    kept_support,
     lightest,
 )
 from jaxllm.training.elastic.tiny_lm.start import TinyLmSources, decide_job, decided, score_job
 from jaxllm.training.elastic.tiny_lm.word_labels import question_score_rows, token_support
 from jaxllm.training.loop.fitting import fit
-from jaxllm.training.loop.monitoring import Monitoring, progress_bar
-from jaxllm.training.loop.parallel import MeshShape, gathered, make_mesh
-from jaxllm.training.loop.run_files import claimed, write_json
+from jaxllm.training.loop.monitoring import progress_bar
+from jaxllm.training.loop.parallel import gathered
+from jaxllm.training.loop.run_files import Run, claimed
 from jaxllm.training.loop.trainer import Job, Trainer
 from jaxllm.training.settings import TrainSettings
 
@@ -56,54 +57,48 @@ from jaxllm.training.settings import TrainSettings
 def train_tiny_lm(
     sources: TinyLmSources,
     model: ElasticModel,
-    run_dir: Path,
+    run: Run,
     *,
     name: str,
-    mesh_shape: MeshShape | None = None,
-    monitoring: Monitoring | None = None,
 ) -> TinyLm:
-    """Trains a tiny LM for an elastic model, or resumes the run in `run_dir`.
+    """Trains a tiny LM for an elastic model, or resumes the run.
 
     Args:
       sources: the recipe, with the files that it names.
       model: elastic model with all of the recipe's levels.
-      run_dir: folder of the run, created if missing.
+      run: the run.
       name: name of the model; a run cannot be resumed with another.
-      mesh_shape: devices; all of them along `data` by default.
-      monitoring: destinations of the progress; the terminal's error stream by default.
 
     Returns:
       The tiny LM of both heads' best checkpoints.
 
     Raises:
-      ConfigError: the model lacks a level, or `run_dir` belongs to another run.
+      ConfigError: the model lacks a level, or the folder belongs to another run.
     """
-    run_dir, monitoring = Path(run_dir), monitoring or Monitoring()
-    console = monitoring.own_console()
+    console = run.own_console
     recipe, start = sources.recipe, sources.start
     questions, sides = sources.questions.all, sources.questions.held_out
     if missing := sorted(set(recipe.levels) - set(model.ladder.levels)):
         raise ConfigError(f"the recipe chooses between levels of which the model lacks {missing}")
     reader = start.reader(recipe.score.row_tokens)
-    with claimed(run_dir, recipe, model=name, **sources.identity):
+    with claimed(run.folder, recipe, model=name, **sources.identity):
         options = recipe.instructions, recipe.score.seed
         # Rows by the kind of their labels, first to train on, then held out.
         labelled = [
             [score_rows([each[side] for each in sources.texts], model.tokenizer, reader, *options)]
             for side in (False, True)
         ]
-    console.print(
+    run.say(
         f"{sum(value.size for value in start.params.values()):,} parameters; "
         f"{sum(len(rows) for split in sources.texts for rows in split):,} shortened texts, "
-        f"{len(questions):,} questions of {name}",
-        soft_wrap=True,
+        f"{len(questions):,} questions of {name}"
     )
 
     names = [Path(path).stem for path in recipe.compressions]
     if sources.used.all:
         with progress_bar(console, "words used") as measured:
             support = kept_support(
-                run_dir / "used.npz",
+                run.folder / "used.npz",
                 sources.used.all,
                 lambda: token_support(model, sources.used.all, on_measured=measured),
             )
@@ -127,10 +122,9 @@ def train_tiny_lm(
         name: str, job: Job, settings: TrainSettings, train: Any, held_out: Any, sources: Sequence[str]
     ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         """Trains a head, or resumes: its best parameters, and their step and loss."""
-        mesh = make_mesh(mesh_shape or MeshShape(), settings.batch // settings.accumulate)
-        console.print(f"{name}: {settings.steps:,} steps of {settings.batch} rows", soft_wrap=True)
-        batches = train.batch_at, held_out.held_out
-        best = fit(Trainer(job, settings, mesh), *batches, run_dir / name, sources, monitoring)
+        run.say(f"{name}: {settings.steps:,} steps of {settings.batch} rows")
+        trainer = Trainer(job, settings, run.mesh(settings))
+        best = fit(trainer, train.batch_at, held_out.held_out, run.stage(name), sources)
         return gathered(best.params), {"best_step": best.step, "held_out_loss": best.loss}
 
     def answered(done: int, total: int) -> None:
@@ -144,7 +138,7 @@ def train_tiny_lm(
     scores = keep_scores(start.cfg, trained, reader, questions)
     choices = {"levels": recipe.levels, "prompt_ratios": recipe.prompt_ratios}
     ask = functools.partial(answer, model, **choices)
-    answers = kept_answers(run_dir / "answers.npz", questions, scores, ask, answered)
+    answers = kept_answers(run.folder / "answers", questions, scores, ask, answered)
 
     asked, held_out = (
         decision_rows(recipe, answers, questions, sides == side, reader, slos)
@@ -172,8 +166,7 @@ def train_tiny_lm(
         },
         "decide": decided_on,
     }
-    write_json(run_dir / "summary.json", summary)
-    console.print_json(data=summary)
+    run.finish(summary)
     return TinyLm(
         cfg=start.cfg, params=params, mark_ids=start.mark_ids, row_tokens=reader.row_tokens,
         tokenizer=start.own, **choices,

@@ -4,12 +4,16 @@ Self-induced labelling (ELMS, arXiv 2409.09071, section 3.3): every sub-model an
 right answer, with its prompt at every length. The label of a question under an SLO is the lightest choice
 that meets the SLO and still answers right; if none does, the SLO's default: the largest sub-model that
 meets it, with the longest prompt that does. `answer` finds the choices that answer right, `lightest` makes
-labels from them; `jaxllm.training.elastic.tiny_lm.run` trains on them.
+labels from them; `jaxllm.training.elastic.tiny_lm.run` trains on them. Questions come from tasks, and an
+elastic model's answers are stored on disk.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import hashlib
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +24,17 @@ from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, shared_sub_model, sub_config, sub_model
 from jaxllm.elastic.slo import Slo, feasible, nominal_cost
 from jaxllm.errors import ConfigError
+from jaxllm.files.atomic import atomic_file
 from jaxllm.models.lora import adapt
 from jaxllm.models.parameters import Params
 from jaxllm.nn.documents import Branches
 from jaxllm.steps.branching import Packed, cut, score_pieces
 from jaxllm.steps.model import score_branches
+from jaxllm.tasks import find_task
+from jaxllm.tasks.example import TaskExample, held_out, pseudo_random
 from jaxllm.tasks.questions import Question, shorten
 from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
 
 # Two lengths of rows, so two compilations per level: most questions are short.
 SHORT_ROW_TOKENS = 256
@@ -37,15 +45,7 @@ OnAnswered = Callable[[int, int, int], None]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ElasticModel:
-    """A model with its sub-models.
-
-    Attributes:
-      cfg: of the whole model.
-      params: its parameters, units in order.
-      ladder: its levels.
-      tokenizer: its own.
-      recoveries: adapters by level.
-    """
+    """A model with its sub-models: parameters with units in order, levels, and adapters by level."""
 
     cfg: ModelConfig
     params: Params
@@ -227,3 +227,162 @@ def _dispatcher(model: ElasticModel, level: int) -> Callable[[Packed], np.ndarra
 def _scores(params, adapter, *inputs, cfg: ModelConfig, scaling: float) -> jax.Array:
     whole = adapt(sub_model(params, cfg), adapter, scaling)
     return score_branches(whole, *inputs, cfg=cfg, dtype=jnp.dtype(jnp.float32))
+
+
+# Number of questions whose answers are stored together.
+SHARD_QUESTIONS = 512
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Questions:
+    """Questions on either side of a split.
+
+    Attributes:
+      all: of all tasks.
+      held_out: `[N]` bool, by content, variants of one question together.
+      numbers: `[N]` int, number within its task, from 0; the first ones are a fair sample of all.
+    """
+
+    all: list[Question]
+    held_out: np.ndarray
+    numbers: np.ndarray
+
+    def first(self, count: int) -> "Questions":
+        """The first `count` of each task."""
+        chosen = self.numbers < count
+        some = [each for each, taken in zip(self.all, chosen, strict=True) if taken]
+        return Questions(some, self.held_out[chosen], self.numbers[chosen])
+
+
+def read_questions(recipe: TinyLmRecipe, data: Path, tokenizer: Tokenizer, window_tokens: int) -> Questions:
+    """Reads the questions of a recipe's tasks from their training splits.
+
+    Args:
+      recipe: the run.
+      data: the folder of all data.
+      tokenizer: the large model's.
+      window_tokens: the large model's; questions longer than this with an answer are left out.
+
+    Raises:
+      ConfigError: a file is missing or malformed, or nothing is left on one side.
+    """
+    questions: list[Question] = []
+    numbers: list[int] = []
+    for name in recipe.tasks:
+        task = find_task(name)
+        # A fair sample, in an order that follows from the contents.
+        examples = sorted(task.read(data, "train"), key=lambda each: pseudo_random(f"asked\0{each.user}"))
+        wanted, taken = max(recipe.questions, recipe.used_questions), 0
+        for example in examples:
+            question = Question.read(tokenizer, example, per_byte=task.per_byte)
+            if _longest_tokens(tokenizer, question) <= window_tokens:
+                questions.append(question)
+                numbers.append(taken)
+                taken += 1
+            if taken == wanted:
+                break
+    # Variants of one question share this text: some tasks repeat it with other options.
+    keys = [f"{each.example.answer}\0{each.example.user.partition(chr(10))[0]}" for each in questions]
+    sides = np.array([held_out(key, recipe.held_out_share) for key in keys], bool)
+    found = Questions(questions, sides, np.array(numbers, int))
+    for count in filter(None, (recipe.questions, recipe.used_questions)):
+        own = found.first(count).held_out
+        if own.all() or not own.any():
+            raise ConfigError(
+                f"of {len(own)} questions {own.sum()} are held out; there must be some on either side: ask "
+                "more questions or change held_out_share"
+            )
+    return found
+
+
+def questions_digest(questions: Sequence[Question]) -> str:
+    """A hexadecimal name for questions as a model reads them."""
+    return _digest(text.encode() for each in questions for text in (each.prompt.text, _as_text(each.example)))
+
+
+def kept_answers(
+    folder: Path,
+    questions: Sequence[Question],
+    scores: Sequence[np.ndarray],
+    make: Callable[[Sequence[Question], Sequence[np.ndarray]], Answers],
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> Answers:
+    """Reads answers from the files of a folder, or makes and stores them.
+
+    There is a file for each `SHARD_QUESTIONS`: a large model needs hours, and a stopped run resumes after the
+    last one.
+
+    Args:
+      folder: folder of the files, made if missing.
+      questions: questions to answer.
+      scores: scores that their prompts were shortened by; answers to other prompts are made anew.
+      make: function that answers some questions.
+      report: callback for (questions answered, all questions) after each shard.
+    """
+    folder.mkdir(exist_ok=True)
+    parts = []
+    for first in range(0, len(questions), SHARD_QUESTIONS):
+        some = questions[first : first + SHARD_QUESTIONS], scores[first : first + SHARD_QUESTIONS]
+        path, key = folder / f"{first}.npz", _answers_key(*some)
+        parts.append(_kept(path, key, ("correct", "shares"), lambda some=some: vars(make(*some))))
+        report(min(first + SHARD_QUESTIONS, len(questions)), len(questions))
+    return Answers(*(np.concatenate([part[name] for part in parts]) for name in ("correct", "shares")))
+
+
+def kept_support(
+    path: Path, questions: Sequence[Question], make: Callable[[], list[np.ndarray]]
+) -> list[np.ndarray]:
+    """Reads tokens' support of right answers from a file, or measures it and writes the file.
+
+    Args:
+      path: of the file.
+      questions: those to measure.
+      make: measures (see `word_labels.token_support`).
+    """
+    found = _kept(path, questions_digest(questions), ("tokens",), lambda: {"tokens": np.concatenate(make())})
+    ends = np.cumsum([len(each.prompt.ids) for each in questions])
+    return np.split(found["tokens"], ends[:-1])
+
+
+def _kept(
+    path: Path, key: str, names: Sequence[str], make: Callable[[], dict[str, np.ndarray]]
+) -> dict[str, np.ndarray]:
+    """Reads arrays that were stored under a key, or makes and stores them."""
+    if path.exists():
+        try:
+            with np.load(path) as stored:
+                if str(stored["key"]) == key:
+                    return {name: stored[name] for name in names}
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+            # A damaged file is replaced.
+            pass
+    arrays = make()
+    with atomic_file(path) as file:
+        np.savez(file, key=np.array(key), **arrays)  # pyright: ignore[reportArgumentType]
+    return arrays
+
+
+def _answers_key(questions: Sequence[Question], scores: Sequence[np.ndarray]) -> str:
+    rounded = (np.asarray(each, np.float32).round(4).tobytes() for each in scores)
+    return f"{questions_digest(questions)} {_digest(rounded)}"
+
+
+def _longest_tokens(tokenizer: Tokenizer, question: Question) -> int:
+    # An upper bound: a tokenizer may join question and option; the end of an answer is one more.
+    options = (
+        tokenizer.encode(each, add_special_tokens=False, special=False) for each in question.example.options
+    )
+    return len(question.prompt.ids) + max(map(len, options)) + 1
+
+
+def _as_text(example: TaskExample) -> str:
+    """All of an example, field by field: the class may change, files of earlier runs must still be found."""
+    names = ("user", "answer", "system", "options", "references", "form")
+    return f"TaskExample({', '.join(f'{name}={getattr(example, name)!r}' for name in names)})"
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    whole = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        whole.update(len(part).to_bytes(8, "little") + part)
+    return whole.hexdigest()

@@ -3,7 +3,7 @@ all inputs of its training before it begins, so that mistakes show at once.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ from jaxllm.training.elastic.tiny_lm.keep_labels import (
     split_rows,
     well_aligned,
 )
-from jaxllm.training.elastic.tiny_lm.questions import Questions, questions_digest, read_questions
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
+from jaxllm.training.elastic.tiny_lm.self_labels import Questions, questions_digest, read_questions
 from jaxllm.training.loop.checkpoints import Params
 from jaxllm.training.loop.trainer import Job
 from jaxllm.training.settings import TrainSettings
@@ -216,8 +216,13 @@ class TinyLmSources:
           ConfigError: a file is missing, malformed or too small, or the encoder is too small.
           CheckpointError: the encoder cannot be read.
         """
-        rows = [_aligned(data / path) for path in recipe.compressions]
+        rows = []
+        for path in recipe.compressions:
+            rows.append(well_aligned([align(pair) for pair in read_compressions(data / path)]))
+            if not rows[-1]:
+                raise ConfigError(f"{data / path} holds no text with a shorter version")
         texts = tuple(split_rows(each, recipe.held_out_share) for each in rows)
+        named = (f"{row.text}\0{row.kept.tobytes().hex()}" for each in rows for row in each)
         questions = read_questions(recipe, data, tokenizer, window_tokens)
         return cls(
             recipe=recipe,
@@ -227,21 +232,7 @@ class TinyLmSources:
             used=questions.first(recipe.used_questions),
             identity={
                 "encoder": "" if encoder is None else Path(encoder).resolve().name,
-                "texts": _texts_digest(rows),
+                "texts": documents_digest(text_document(text).digest() for text in named),
                 "questions": questions_digest(questions.all),
             },
         )
-
-
-def _aligned(path: Path) -> list[KeptWords]:
-    rows = well_aligned([align(pair) for pair in read_compressions(path)])
-    if not rows:
-        raise ConfigError(f"{path} holds no text with a shorter version")
-    return rows
-
-
-def _texts_digest(sources: Sequence[Sequence[KeptWords]]) -> str:
-    digests = [
-        text_document(f"{row.text}\0{row.kept.tobytes().hex()}").digest() for rows in sources for row in rows
-    ]
-    return documents_digest(digests)

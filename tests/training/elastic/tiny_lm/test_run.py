@@ -38,12 +38,11 @@ from jaxllm.training.elastic.tiny_lm.run import (
 )
 from jaxllm.training.elastic.tiny_lm.self_labels import Answers, ElasticModel, Question
 from jaxllm.training.elastic.tiny_lm.start import Start, TinyLmSources, decide_job, score_job
-from jaxllm.training.loop.monitoring import Monitoring
 from jaxllm.training.loop.parallel import make_mesh
 from jaxllm.training.loop.trainer import Trainer, train
 from tests.models.encoder.tiny import write_encoder
 from tests.tiny import TINY, VOCAB_SIZE, tiny_params, tiny_tokenizer, write_tiny_bundle
-from tests.training.tiny_runs import ENCODER, HEAD, ONE, QUIET, TLM_RECIPE, syllables, write_data
+from tests.training.tiny_runs import ENCODER, HEAD, ONE, TLM_RECIPE, quiet, syllables, write_data
 
 TOKENIZER = Tokenizer(tiny_tokenizer())
 
@@ -200,9 +199,7 @@ def elastic():
 
 def run(folder, data, recipe=TLM_RECIPE):
     sources = TinyLmSources.read(recipe, data, TOKENIZER, TINY.window_tokens)
-    return train_tiny_lm(
-        sources, elastic(), folder, name="tiny", mesh_shape=ONE, monitoring=Monitoring(console=QUIET)
-    )
+    return train_tiny_lm(sources, elastic(), quiet(folder), name="tiny")
 
 
 @pytest.mark.slow
@@ -340,7 +337,6 @@ def test_starts_that_are_refused(tmp_path):
     long = dataclasses.replace(HEAD, row_tokens=49)
     for change, where, message in (
         ({}, [tmp_path], f"the encoder only {VOCAB_SIZE - 1}"),
-        ({"encoder": None}, [], "no encoder"),
         ({"score": long, "decide": long}, [], r"row_tokens \(49\)"),
     ):
         with pytest.raises(ConfigError, match=message):
