@@ -46,7 +46,7 @@ from jaxllm.serving.server.limits import AppLimits, require_context
 from jaxllm.serving.server.memory import Holding, MemoryOptions, ServiceMemory
 from jaxllm.serving.server.service import LLMService, engine_options, planner_of
 from jaxllm.serving.server.service_options import ServerOptions
-from jaxllm.serving.speculation.drafter import DrafterMemory
+from jaxllm.serving.speculation.drafter import Drafter
 from jaxllm.serving.weights.model_level import rank_of, read_adapter_of
 from jaxllm.serving.weights.streamed import StreamedWeights
 
@@ -448,8 +448,8 @@ def _holdings(service: LLMService) -> list[Holding]:
         forms = [chunk_io_of(engine.runner_at(level)) for level in engine.levels]
         longest = max(most_bytes(each, contexts.options, count) for each in forms)
         found.append(of_contexts(contexts.memory, longest, lambda: contexts.options.budget_bytes))
-    if (speculation := engine.speculation) is not None and (memory := speculation.drafter.memory) is not None:
-        found.append(of_drafts(speculation.draft, memory, engine.runner.lock))
+    if (speculation := engine.speculation) is not None and speculation.drafter.most_bytes:
+        found.append(of_drafts(speculation.draft, speculation.drafter, engine.runner.lock))
     streamed = engine.model.streamed
     if streamed is not None:
         if isinstance(streamed, ExpertWeights):
@@ -479,20 +479,20 @@ def of_contexts(memory: ChunkMemory, floor_bytes: int, most: Callable[[], int]) 
     )  # fmt: skip
 
 
-def of_drafts(draft: Callable[[bool], None], memory: DrafterMemory, lock: _Lock) -> Holding:
+def of_drafts(draft: Callable[[bool], None], drafter: Drafter, lock: _Lock) -> Holding:
     """A drafter with its caches, which drafts only while all of its memory is granted.
 
     Args:
       draft: begins or stops drafting.
-      memory: memory of the drafter.
+      drafter: the drafter.
       lock: lock of the model.
     """
 
     def resize(limit_bytes: int) -> None:
         with lock:
-            draft(limit_bytes >= memory.most_bytes)
+            draft(limit_bytes >= drafter.most_bytes)
 
-    return Holding("drafts", lambda: memory.size_bytes, resize, most=memory.most_bytes)
+    return Holding("drafts", lambda: drafter.size_bytes, resize, most=drafter.most_bytes)
 
 
 def of_layers(weights: StreamedWeights, lock: _Lock) -> Holding:
