@@ -34,11 +34,10 @@ from benchmarks.int8_prefill.models import (
 )
 from jaxllm.bundle import Bundle, rewrite_bundle
 from jaxllm.bundle.calibrations import prefill_parts, read_prefill
+from jaxllm.int8_prefill.recipe import ORDERS, Order
 from jaxllm.int8_prefill.schedule import (
-    ORDERS,
     PROCESSORS,
     Dispatcher,
-    Order,
     SpeedProfile,
     Subgraph,
     Timeline,
@@ -237,7 +236,7 @@ def _on_two_processors(paths: Paths, plan: Plan) -> dict[str, Any]:
         int8, order = prefills[name], engines[name].options.prefill.order
         int8.measure(min(length, plan.chunk_tokens[-1]), plan.lengths[-1], runs=1)
         prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * length, 0)
-        subgraphs, known = int8.subgraphs(prompt), int8.times(prompt)
+        subgraphs, known = int8.subgraphs(len(prompt.chunks)), int8.times(prompt)
         shared, handover_ms = int8.times(prompt, shared=True), int8.shared.measured.handover_ms
         simulated = simulate(subgraphs, known, order, overhead_ms=handover_ms, shared=shared).makespan_ms
         bound = lower_bound_ms(subgraphs, known)
@@ -252,7 +251,7 @@ def _on_two_processors(paths: Paths, plan: Plan) -> dict[str, Any]:
         # No order is faster than the bound by the times that the subgraphs took in this run.
         int8 = prefills[name]
         prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * length, 0)
-        subgraphs = int8.subgraphs(prompt)
+        subgraphs = int8.subgraphs(len(prompt.chunks))
         took = {subgraphs[run.index]: run.end_ms - run.start_ms for run in processors.trace.runs}
         latest["real_to_own_bound"] = latest["real_ms"] / lower_bound_ms(subgraphs, took.__getitem__)
         latest["real_to_simulated"] = latest["real_ms"] / latest["simulated_ms"]
@@ -268,7 +267,7 @@ def _on_two_processors(paths: Paths, plan: Plan) -> dict[str, Any]:
     }
     int8 = prefills[OURS]
     prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * plan.lengths[-1], 0)
-    subgraphs = int8.subgraphs(prompt)
+    subgraphs = int8.subgraphs(len(prompt.chunks))
     return {
         "spans": found,
         "sharing": _sharing(int8, engines[OURS].runner.buckets, plan),

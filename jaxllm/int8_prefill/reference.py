@@ -96,15 +96,11 @@ def observed(
     look: Callable[[int, int, jax.Array], Any],
     *,
     cfg: ModelConfig,
-    rule: Rule | None = None,
 ) -> list[list[Any]]:
     """Results of `look(layer, product, x)` for the inputs `[T, inputs]` of all products, by layer and
-    product.
-
-    `rule` is `plain_rule` unless given.
-    """
+    product."""
     found: list[list[Any]] = [[None] * len(PRODUCTS) for _ in range(cfg.layers)]
-    multiply = plain_rule(params, cfg) if rule is None else rule
+    multiply = plain_rule(params, cfg)
 
     def watching(layer: int, product: int, x: jax.Array) -> Sequence[jax.Array]:
         found[layer][product] = look(layer, product, x)

@@ -22,8 +22,9 @@ from benchmarks.int8_prefill.models import CHUNK_TOKENS, MODEL, headline_phone, 
 from benchmarks.int8_prefill.run import Plan, run, simulated_rows
 from jaxllm.int8_prefill.calibration import channel_tops, largest_of
 from jaxllm.int8_prefill.fitting import per_tensor_weights
+from jaxllm.int8_prefill.recipe import ORDERS
 from jaxllm.int8_prefill.reference import observed, scores_by_rule
-from jaxllm.int8_prefill.schedule import ORDERS, PROCESSORS, lower_bound_ms, prompt_subgraphs, simulate
+from jaxllm.int8_prefill.schedule import PROCESSORS, lower_bound_ms, prompt_subgraphs, simulate
 from tests.int8_prefill.calibrated import calibrated, outlying, stored, texts
 from tests.tiny import TINY, write_tiny_bundle
 
