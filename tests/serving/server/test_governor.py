@@ -145,7 +145,7 @@ def test_experts_drafts_and_layers_are_holdings():
         counts=ExpertCounts(visits=9, hits=6, foreseen=2, read_bytes=300),
     )  # fmt: skip
     streamed = ExpertWeights.__new__(ExpertWeights)
-    streamed.cache = cache
+    streamed.counts = cache.counts
     holding = of_experts(
         SimpleNamespace(cache=cache, store=SimpleNamespace(least_bytes=lambda: 2), budget_bytes=9)
     )
