@@ -98,10 +98,9 @@ def order_of_scores(cfg: ModelConfig, scores: Mapping[str, np.ndarray]) -> UnitO
         wide = [np.asarray(each, np.float64) for each in groups]
         shares = [each / max(float(each.sum()), np.finfo(np.float64).tiny) for each in wide]
         groups = (np.sum(shares, axis=0),) * cfg.layers
-    order = UnitOrder(*(tuple(map(falling, each)) for each in (groups, known.neurons, known.cross)))
-    if cfg.encoder is None:
-        return order
-    return dataclasses.replace(order, encoder=order_of_scores(cfg.encoder, of_encoder(scores)))
+    encoder = None if cfg.encoder is None else order_of_scores(cfg.encoder, of_encoder(scores))
+    groups, neurons, cross = (tuple(map(falling, each)) for each in (groups, known.neurons, known.cross))
+    return UnitOrder(groups, neurons, cross, encoder)
 
 
 def reorder(

@@ -95,7 +95,7 @@ class ProcessorPair:
 
         with self._within():
             if beside is not None:
-                (other,) = (each for each in PROCESSORS if each != processor)
+                other: Processor = "float" if processor == "integer" else "integer"
                 self._submit(other, 1, keep_busy)
                 begun.wait()
             began = time.perf_counter()
