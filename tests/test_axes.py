@@ -12,7 +12,7 @@ from jaxllm.contexts.codecs import CODECS, ChunkFormat, ChunkShape
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import outlier_counts
 from jaxllm.int8_prefill.reference import forward_by_rule, plain_rule, scores_by_rule
-from jaxllm.int8_prefill.shadow import FloatRows, shadow_products
+from jaxllm.int8_prefill.shadow import FloatRows
 from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration
 from jaxllm.kv.cache import TokenPositions, new_cache, write_rows
 from jaxllm.kv.chunks import LayerChunks
@@ -29,6 +29,7 @@ from jaxllm.sampling import (
     sample,
     sampler_state,
 )
+from jaxllm.serving.int8_prefill.buckets import shadow_products
 from jaxllm.speculation.tree import add_nodes, best_confidence, deepest, missing_tokens, new_tree, path_to
 from jaxllm.steps.layers import restore_layer
 from jaxllm.steps.model import BlockEnd, decode_tokens, prefill_chunk, score_chunk

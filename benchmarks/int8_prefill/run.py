@@ -231,7 +231,7 @@ def _on_two_processors(paths: Paths, plan: Plan) -> dict[str, Any]:
 
     def begun(int8: Int8Prefill, length: int) -> tuple[Any, Sequence[schedule.Subgraph]]:
         prompt = int8.begin(int8.empty_cache(plan.lengths[-1]), [0] * length, 0)
-        return prompt, int8.subgraphs(prompt)
+        return prompt, int8.subgraphs(len(prompt.chunks))
 
     @contextlib.contextmanager
     def watched(name: str, length: int) -> Iterator[None]:

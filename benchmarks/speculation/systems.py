@@ -54,12 +54,12 @@ from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
 from jaxllm.serving.runners.runner import Verdict
 from jaxllm.serving.speculation.costs import DraftTimes
-from jaxllm.serving.speculation.drafter import Drafter, Growing
+from jaxllm.serving.speculation.drafter import Drafter
 from jaxllm.serving.speculation.drafters import make_drafter
 from jaxllm.serving.speculation.speculation import Speculation
 from jaxllm.serving.weights.memory_plan import drafter_bytes, fixed_bytes, whole_budget
 from jaxllm.serving.weights.prefetch import Meanwhile
-from jaxllm.speculation.token_tree import LEAST
+from jaxllm.speculation.token_tree import LEAST, Growing
 from jaxllm.speculation.tree import TokenTree
 
 PUBLISHED = "LLMCad"
@@ -237,13 +237,13 @@ def _options(
 class _UntilUnsure:
     """A drafter that ends its line before the first token that it is unsure of (see `Drafter`)."""
 
-    memory = None
+    most_bytes = size_bytes = 0
 
     def __init__(self, drafter: Drafter, fallback: float) -> None:
         self._drafter, self._fallback = drafter, fallback
         self.times = DraftTimes()
         self.warm_up, self.step, self.follow = drafter.warm_up, drafter.step, drafter.follow
-        self.read = drafter.read
+        self.read, self.release = drafter.read, drafter.release
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; alpha, a bound for whole paths, is not used."""

@@ -20,11 +20,11 @@ from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeSh
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.speculation.costs import DraftTimes, running_mean
-from jaxllm.serving.speculation.drafter import Drafter, Growing, require_same_kind
+from jaxllm.serving.speculation.drafter import Drafter, require_same_kind
 from jaxllm.serving.speculation.host_tree import grown, root_alone
 from jaxllm.serving.speculation.lookup import NgramDrafter
 from jaxllm.serving.speculation.speculation import Speculation
-from jaxllm.speculation.token_tree import TokenTree
+from jaxllm.speculation.token_tree import Growing, TokenTree
 from jaxllm.text.tokenizer import Tokenizer
 
 # Maximum number of tokens that are decoded one by one: a chunk costs as much as a few.
@@ -87,14 +87,12 @@ def _drafter(
     return ProgramDrafter(runner, options.trees)
 
 
-class ProgramDrafter:
+class ProgramDrafter(Drafter):
     """Grows lines of tokens, with leaves, by a program that decodes (see `Drafter`).
 
     Attributes:
       times: running mean of seconds per run, and number of the program's runs.
     """
-
-    memory = None
 
     def __init__(self, runner: ProgramRunner, shape: TreeShape) -> None:
         self.times = DraftTimes()
@@ -151,14 +149,6 @@ class ProgramDrafter:
         # Leaves come after the line, so that its accepted nodes are already at their positions.
         shares = [*confidences[1:], *(share for _, _, share in leaves)]
         return grown(tree, drafted, parents, shares), cache
-
-    def step(self) -> bool:
-        """Never grows the tree: a target of programs never waits."""
-        return False
-
-    def follow(self, path: Sequence[int], token: int) -> None:
-        """Does nothing: the next sequence has the accepted tokens."""
-        del path, token
 
     def _logits_after(self, text: Sequence[int], room: int) -> np.ndarray:
         """Returns logits `[V]` after a text, whose last token is always run, in a cache of `room`

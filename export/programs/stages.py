@@ -162,18 +162,8 @@ class StagePrograms:
 
     def warm_up(self) -> None:
         """Measures the stages that have no times yet, and stores their times."""
-        missing = [
-            tokens
-            for tokens in self.facts.chunk_tokens
-            if any(
-                self._timed_stage(each.layer, each.stage, tokens) not in self.measured
-                for each in self.subgraphs(1)
-            )
-        ]
-        for tokens in missing:
-            self.measure(tokens)
-        if missing:
-            self.measured.keep()
+        cases = [(tokens, self._room) for tokens in self.facts.chunk_tokens]
+        self._planner.measure_missing(cases, lambda tokens, room: self.measure(tokens))
 
     def measure(self, tokens: int, runs: int = _TIMED_RUNS) -> None:
         """Times the stages of chunks of `tokens` tokens, with the other processor idle and busy."""
@@ -185,7 +175,7 @@ class StagePrograms:
         found, handover_ms = measured_times(
             self.pair,
             begin,
-            lambda prompt: self.subgraphs(len(prompt.chunks)),
+            self.subgraphs(1),
             lambda each: self._timed_stage(each.layer, each.stage, tokens),
             runs,
         )

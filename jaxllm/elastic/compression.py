@@ -94,19 +94,11 @@ def keep_tokens(scores: np.ndarray, words: np.ndarray, forced: np.ndarray, ratio
       `[T]` bool, True = kept.
 
     Raises:
-      ConfigError: the shapes differ, the ratio is out of range, a score is not finite, or there is no token.
+      ConfigError: a score is not finite, or there is no token.
     """
     scores, words, forced = np.asarray(scores, np.float64), np.asarray(words), np.asarray(forced, bool)
-    if not scores.shape == words.shape == forced.shape or scores.ndim != 1:
-        raise ConfigError(
-            f"scores, words and forced must be one per token, got {scores.shape}, {words.shape} and "
-            f"{forced.shape}"
-        )
     if not len(scores):
         raise ConfigError("a prompt without a token cannot be made shorter; give it at least one")
-    number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
-    if not number or not 0 < ratio <= 1:
-        raise ConfigError(f"a prompt's ratio must be in (0, 1], got {ratio!r:.80}")
     if not np.isfinite(scores).all():
         raise ConfigError("a token's score is not finite; the tiny LM is broken")
     return np.ones(len(scores), bool) if ratio == 1 else _best_words(scores, words, forced, ratio)
@@ -142,8 +134,8 @@ def word_scores(scores: np.ndarray, words: np.ndarray, count: int, *, missing: f
     return np.where(sizes > 0, sums / np.maximum(sizes, 1), missing)
 
 
-def spread(scores_per_word: np.ndarray, words: np.ndarray, *, missing: float = 1.0) -> np.ndarray:
-    """The score of each token's word, `[T]` float64.
+def spread(scores_per_word: np.ndarray, words: np.ndarray) -> np.ndarray:
+    """The score of each token's word, `[T]` float64; 1 for tokens of no word.
 
     After `word_scores` it transfers scores from one tokenizer's tokens to another's, for the words of the
     same text.
@@ -151,10 +143,9 @@ def spread(scores_per_word: np.ndarray, words: np.ndarray, *, missing: float = 1
     Args:
       scores_per_word: `[words]` float.
       words: `[T]` int, the words of the other tokens, see `words_of`.
-      missing: the score of tokens of no word.
     """
-    padded = np.append(np.asarray(scores_per_word, np.float64), missing)
-    # `NO_WORD` (-1) indexes the last entry, `missing`.
+    # `NO_WORD` (-1) indexes the last entry.
+    padded = np.append(np.asarray(scores_per_word, np.float64), 1.0)
     return padded[np.asarray(words)]
 
 
@@ -228,9 +219,9 @@ def input_rows(ids: np.ndarray, row_tokens: int) -> tuple[np.ndarray, np.ndarray
 
 def marked(tokens: np.ndarray, slo: Slo, mark_ids: tuple[int, ...]) -> np.ndarray:
     """A copy of rows `[..., W]` with an SLO's marks in front; `mark_ids` are the token ids of `marks()`."""
-    told = tokens.copy()
-    told[..., :MARKS] = [mark_ids[place] for place in marks_of(slo)]
-    return told
+    rows = tokens.copy()
+    rows[..., :MARKS] = [mark_ids[place] for place in marks_of(slo)]
+    return rows
 
 
 def read_scores(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:

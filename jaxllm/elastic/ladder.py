@@ -155,7 +155,7 @@ def unit_sizes(cfg: ModelConfig, layer: int) -> tuple[int, int]:
     units = whole.units(layer)
     for name, spec in param_specs(whole).items():
         if name.startswith(f"layers.{layer}.") and is_unit_parameter(name):
-            kept["attn" if is_group_parameter(name) else "ffn"] += int(np.prod(spec.shape))
+            kept["attn" if ".attn." in name or ".cross." in name else "ffn"] += int(np.prod(spec.shape))
     return kept["attn"] // units.kv_heads, kept["ffn"] // units.neurons
 
 
@@ -172,11 +172,6 @@ def is_unit_parameter(name: str) -> bool:
     outputs = ("attn.o_bias", "cross.o_bias", "ffn.down_bias")
     ours = part.startswith(("attn.", "cross.", "ffn.", "experts."))
     return ours and "norm" not in part and part not in outputs
-
-
-def is_group_parameter(name: str) -> bool:
-    """Whether the units of such a parameter are kv groups, and not neurons."""
-    return ".attn." in name or ".cross." in name
 
 
 def neuron_step(neurons: int) -> int:
@@ -213,15 +208,6 @@ def _size(kept: list[LayerUnits], costs: list[tuple[int, int]]) -> int:
     )
 
 
-# Chooses each level's units over all layers at once, by importance per parameter.
-#
-# The paper gives every layer but the anchors the same share (`ladder.py`). Here a level is a knapsack: its
-# parameters are the capacity, kv groups and steps of neurons the items, importance their value. Units of a
-# layer are added in their order, most important first, so that a greedy choice by importance per parameter
-# is the optimum of the knapsack whose last item may be cut (Dantzig 1957), and no whole choice is better by
-# more than that item. Every layer keeps at least a kv group and a step of neurons.
-
-
 # Of an item: importance per parameter, layer, whether it is neurons, units, parameters.
 _Item = tuple[float, int, bool, int, int]
 
@@ -229,7 +215,13 @@ _Item = tuple[float, int, bool, int, int]
 def chosen_ladder(
     cfg: ModelConfig, levels: tuple[int, ...], groups: Sequence[np.ndarray], neurons: Sequence[np.ndarray]
 ) -> Ladder:
-    """The levels of a model, with their units chosen over all layers.
+    """The levels of a model, with their units chosen over all layers at once, by importance per parameter.
+
+    The paper gives every layer but the anchors the same share. Here a level is a knapsack: its parameters are
+    the capacity, kv groups and steps of neurons the items, importance their value. Units of a layer are added
+    in their order, most important first, so that a greedy choice by importance per parameter is the optimum
+    of the knapsack whose last item may be cut (Dantzig 1957), and no whole choice is better by more than that
+    item. Every layer keeps at least a kv group and a step of neurons.
 
     Args:
       cfg: the whole model.
@@ -287,11 +279,9 @@ def _filled(
     return tuple((groups, neurons) for groups, neurons in kept)
 
 
-# Makes sub-models of a whole model's parameters in memory, without copying weights.
-#
-# A sub-model is either views of prefixes of the whole model's buffers, with its own buckets
-# (`shared_sub_model`), or the whole model's parameters with counts of used units, for buckets that serve
-# all levels (`counted_sub_model`).
+# A sub-model of parameters in memory is either views of prefixes of the whole model's buffers, with its own
+# buckets (`shared_sub_model`), or the whole model's parameters with counts of used units, for buckets that
+# serve all levels (`counted_sub_model`); no weights are copied.
 
 
 def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
@@ -301,10 +291,10 @@ def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     makes the parameters outside of one.
 
     Args:
-      params: parameters of the whole model, with its units in order; or of a larger sub-model with all of
-        these units (not every larger level has them, see `jaxllm.elastic.ladder`); or the result of
-        `shared_sub_model` or of `by_address`, which is returned unchanged, as are parameters of an
-        encoder-decoder, whose sub-models are counted.
+      params: parameters of the whole model, or some of them such as those of a layer, with their units in
+        order; or of a larger sub-model with all of these units (not every larger level has them, see
+        `jaxllm.elastic.ladder`); or the result of `shared_sub_model` or of `by_address`, which is returned
+        unchanged, as are parameters of an encoder-decoder, whose sub-models are counted.
       cfg: config of the sub-model.
 
     Raises:
@@ -312,15 +302,11 @@ def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     """
     if STACK in params or cfg.encoder is not None:
         return dict(params)
-    return part_of_sub_model({name: params[name] for name in param_specs(cfg)}, cfg)
-
-
-def part_of_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
-    """`sub_model` of some of the parameters, such as those of one layer."""
-    if STACK in params or cfg.encoder is not None:
-        return dict(params)
-    specs = param_specs(cfg)
-    return {name: _cut(sliced(each), name, specs[name].shape, take_units) for name, each in params.items()}
+    return {
+        name: _cut(sliced(params[name]), name, spec.shape, take_units)
+        for name, spec in param_specs(cfg).items()
+        if name in params
+    }
 
 
 def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
@@ -332,14 +318,8 @@ def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     their stack stays whole, and a step cuts an expert when it uses it, which for floats on a CPU is a copy,
     as for the whole model.
     """
-    return shared_part({name: params[name] for name in param_specs(cfg)}, cfg)
-
-
-def shared_part(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
-    """`shared_sub_model` of some of the parameters, such as those of one layer."""
-    specs = param_specs(cfg)
-    shapes = {name: specs[name].shape for name in params}
-    if jax.default_backend() != "cpu" or are_entries(params.values()):
+    shapes = {name: spec.shape for name, spec in param_specs(cfg).items() if name in params}
+    if jax.default_backend() != "cpu" or are_entries(params[name] for name in shapes):
         return {name: _cut(params[name], name, shape, first_units) for name, shape in shapes.items()}
     device = jax.devices()[0]
 

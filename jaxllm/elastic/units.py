@@ -7,7 +7,7 @@ unchanged, but for the rounding of sums in another order.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -42,11 +42,11 @@ class UnitOrder:
 
 
 def order_arrays(order: UnitOrder) -> dict[str, np.ndarray]:
-    """An order as named arrays for a file."""
-    named = unit_arrays(order.groups, order.neurons)
-    named |= {f"cross.{layer}": each for layer, each in enumerate(order.cross)}
-    of_encoder = {} if order.encoder is None else order_arrays(order.encoder)
-    return named | {ENCODER + name: each for name, each in of_encoder.items()}
+    """An order, or other values of all units such as their scores, as named arrays for a file."""
+    kinds = ("groups", "neurons", "cross")
+    named = {f"{kind}.{layer}": each for kind in kinds for layer, each in enumerate(getattr(order, kind))}
+    others = {} if order.encoder is None else order_arrays(order.encoder)
+    return named | {ENCODER + name: each for name, each in others.items()}
 
 
 def order_of_arrays(cfg: ModelConfig, arrays: Mapping[str, np.ndarray]) -> UnitOrder:
@@ -55,78 +55,52 @@ def order_of_arrays(cfg: ModelConfig, arrays: Mapping[str, np.ndarray]) -> UnitO
     Raises:
       KeyError: the arrays of a layer are missing.
     """
-    groups, neurons = units_of_arrays(arrays, cfg.layers)
+
+    def of(kind: str) -> tuple[np.ndarray, ...]:
+        return tuple(arrays[f"{kind}.{layer}"] for layer in range(cfg.layers))
+
     if cfg.encoder is None:
-        return UnitOrder(groups, neurons)
-    cross = tuple(arrays[f"cross.{layer}"] for layer in range(cfg.layers))
-    own = {name.removeprefix(ENCODER): each for name, each in arrays.items() if name.startswith(ENCODER)}
-    return UnitOrder(groups, neurons, cross, order_of_arrays(cfg.encoder, own))
+        return UnitOrder(of("groups"), of("neurons"))
+    encoder = order_of_arrays(cfg.encoder, of_encoder(arrays))
+    return UnitOrder(of("groups"), of("neurons"), of("cross"), encoder)
 
 
-def unit_arrays(groups: Sequence[np.ndarray], neurons: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
-    """Values of all units by layer, as named arrays for a file."""
-    named = {f"groups.{layer}": each for layer, each in enumerate(groups)}
-    return named | {f"neurons.{layer}": each for layer, each in enumerate(neurons)}
+def of_encoder(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The encoder's of some named arrays, named as those of a standalone model."""
+    return {name.removeprefix(ENCODER): each for name, each in arrays.items() if name.startswith(ENCODER)}
 
 
-def units_of_arrays(
-    arrays: Mapping[str, np.ndarray], layers: int
-) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """The inverse of `unit_arrays`: values of kv groups and of neurons, by layer.
-
-    Raises:
-      KeyError: the arrays of a layer are missing.
-    """
-    groups, neurons = (
-        tuple(arrays[f"{kind}.{layer}"] for layer in range(layers)) for kind in ("groups", "neurons")
-    )
-    return groups, neurons
-
-
-def order_units(groups: Iterable[np.ndarray], neurons: Iterable[np.ndarray]) -> UnitOrder:
-    """The order of units by falling importance, given by layer: `[K]`, and `[F]` or `[E, F]`. The sort is
-    stable."""
-
-    def falling(importance: np.ndarray) -> np.ndarray:
-        importance = np.asarray(importance, np.float64)
-        if not np.isfinite(importance).all():
-            raise ConfigError("the importance of units is not finite; the model or its calibration is broken")
-        return np.argsort(-importance, axis=-1, kind="stable").astype(np.int32)
-
-    return UnitOrder(tuple(map(falling, groups)), tuple(map(falling, neurons)))
-
-
-def order_sides(
-    cfg: ModelConfig, scores: Mapping[str, np.ndarray], encoder: Mapping[str, np.ndarray] | None = None
-) -> UnitOrder:
-    """The order of units of an encoder-decoder, or of one of its sides, by falling importance.
+def order_of_scores(cfg: ModelConfig, scores: Mapping[str, np.ndarray]) -> UnitOrder:
+    """The order of units by falling scores; the sort is stable.
 
     Args:
-      cfg: config of the model, or of its encoder.
-      scores: scores of the decoder, or of the encoder, by layer i: `groups.i`, `cross.i` `[K]`, `neurons.i`
-        `[F]`. With relative positions the groups' are summed over the layers, each as a share of its
-        layer's.
-      encoder: scores of the encoder, likewise; None for only the encoder.
+      cfg: config of the model.
+      scores: scores by layer i: `groups.i` `[K]`, `neurons.i` `[F]` or `[E, F]`; for an encoder-decoder also
+        `cross.i` `[K]`, and its encoder's with the prefix `ENCODER`. With relative positions the groups' are
+        summed over the layers, each as a share of its layer's.
 
     Raises:
       ConfigError: a score is missing, or not finite.
     """
 
-    def of(kind: str) -> list[np.ndarray]:
-        try:
-            return [np.asarray(scores[f"{kind}.{layer}"], np.float64) for layer in range(cfg.layers)]
-        except KeyError as error:
-            raise ConfigError(f"the scores of {error} are missing") from error
+    def falling(score: np.ndarray) -> np.ndarray:
+        score = np.asarray(score, np.float64)
+        if not np.isfinite(score).all():
+            raise ConfigError("the importance of units is not finite; the model or its calibration is broken")
+        return np.argsort(-score, axis=-1, kind="stable").astype(np.int32)
 
-    groups, cross = of("groups"), of("cross") if cfg.encoder is not None else []
+    try:
+        known = order_of_arrays(cfg, scores)
+    except KeyError as error:
+        raise ConfigError(f"the scores of {error} are missing") from error
+    groups = known.groups
     if cfg.relative_buckets:
-        shares = [each / max(float(each.sum()), np.finfo(np.float64).tiny) for each in groups]
-        groups = [np.sum(shares, axis=0)] * cfg.layers
-    own = order_units(groups, of("neurons"))
-    if cfg.encoder is None:
-        return own
-    over_source = order_units(cross, cross).groups
-    return dataclasses.replace(own, cross=over_source, encoder=order_sides(cfg.encoder, encoder or {}))
+        wide = [np.asarray(each, np.float64) for each in groups]
+        shares = [each / max(float(each.sum()), np.finfo(np.float64).tiny) for each in wide]
+        groups = (np.sum(shares, axis=0),) * cfg.layers
+    encoder = None if cfg.encoder is None else order_of_scores(cfg.encoder, of_encoder(scores))
+    groups, neurons, cross = (tuple(map(falling, each)) for each in (groups, known.neurons, known.cross))
+    return UnitOrder(groups, neurons, cross, encoder)
 
 
 def reorder(

@@ -1,4 +1,18 @@
-"""Computes a mixture of experts: every token goes through exactly its chosen experts, none is dropped."""
+"""Computes a mixture of experts: every token goes through exactly its chosen experts, none is dropped.
+
+Each (token, chosen expert) is a pair. Pairs are sorted by expert and cut into tiles of up to `tile` pairs
+of one expert, so that a tile is an ordinary feed-forward block over a few tokens. There are at most
+`pairs/tile + E` tiles whatever the router chooses, which makes shapes static without a capacity that could
+overflow (the idea of MegaBlocks, arXiv 2211.15841, there with block-sparse kernels). The outputs of a
+tile, its visits, are stored in the order of pairs, so that visits take no more memory than pairs. Tiles
+run in one of two modes:
+
+- all at once, differentiably, for training (`differentiable_visits`);
+- one after the other: only chosen experts are read, whatever the storage type of their weights, so that a
+  decode step reads k of E. Native kernels run all tiles in one call if experts are stored apart. A token's
+  output does not depend on other tokens, nor on how many share its tile: products are always `rowwise` (see
+  `linear.py`), so that prefill, tree and decode give it bit for bit the same.
+"""
 
 import dataclasses
 import functools
@@ -27,8 +41,6 @@ from jaxllm.quant import (
     unit_at,
 )
 from jaxllm.quant.parts import part_entry
-
-# Sorts pairs of tokens and experts by expert, and cuts them into tiles.
 
 
 @jax.tree_util.register_dataclass
@@ -91,13 +103,6 @@ def tiles_of(ids: jax.Array, experts: int, *, rows: int, padded: bool = True) ->
     )
 
 
-# Computes the visits of a mixture's experts differentiably, for training.
-#
-# On CPUs tiles run all at once, as products with a batch axis over tiles. Elsewhere
-# `jax.lax.ragged_dot_general` multiplies each expert's pairs with its weights: no expert is copied for a
-# tile, and no row is padding. On CPUs XLA would compute that with every expert for every pair.
-
-
 # Of rows `[P, D]` and weights `[E, F, D]` to `[P, F]`, and of `[P, F]` and `[E, F, D]` to `[P, D]`.
 _TO_UNITS, _TO_WIDTH = (
     RaggedDotDimensionNumbers(
@@ -111,7 +116,12 @@ _TO_UNITS, _TO_WIDTH = (
 
 def differentiable_visits(x: jax.Array, tiles: Tiles, experts: FeedForward) -> jax.Array:
     """The visits `[P, D]`, in the order of pairs by expert, given normed tokens `x` `[M, D]` and weights
-    `[E, F, D]`; undefined for pairs without an expert, whose weight is zero."""
+    `[E, F, D]`; undefined for pairs without an expert, whose weight is zero.
+
+    On CPUs tiles run all at once, as products with a batch axis over tiles. Elsewhere
+    `jax.lax.ragged_dot_general` multiplies each expert's pairs with its weights: no expert is copied for a
+    tile, and no row is padding. On CPUs XLA would compute that with every expert for every pair.
+    """
     if tiles.token.shape[1] == 1 and tiles.place.size <= experts.up.shape[0]:
         # Few pairs are not sorted.
         return in_tiles(x, tiles, experts)
@@ -174,23 +184,6 @@ def _block(
     up, kind = biased(to_units(rows, experts.up), experts.up_bias), experts.activation
     hidden = activate(up, kind) if gate is None else gated(gate, up, kind)
     return biased(to_width(hidden, experts.down), experts.down_bias)
-
-
-# Computes a mixture of experts: every token goes through exactly its chosen experts, none is dropped.
-#
-# Each (token, chosen expert) is a pair. Pairs are sorted by expert and cut into tiles of up to `tile` pairs
-# of one expert, so that a tile is an ordinary feed-forward block over a few tokens. There are at most
-# `pairs/tile + E` tiles whatever the router chooses, which makes shapes static without a capacity that could
-# overflow (the idea of MegaBlocks, arXiv 2211.15841, there with block-sparse kernels). The outputs of a
-# tile, its visits, are stored in the order of pairs, so that visits take no more memory than pairs. Tiles
-# run in one of two modes:
-#
-# - all at once, as products with a batch axis over tiles: differentiable, for training on CPUs, and elsewhere
-#   without tiles (`differentiable_visits`);
-# - one after the other: only chosen experts are read, whatever the storage type of their weights, so that a
-#   decode step reads k of E. Native kernels run all tiles in one call if experts are stored apart. A token's
-#   output does not depend on other tokens, nor on how many share its tile: products are always `rowwise` (see
-#   `linear.py`), so that prefill, tree and decode give it bit for bit the same.
 
 
 # Maximum number of rows of a tile. Larger tiles make faster products and read weights less often; on
@@ -411,7 +404,8 @@ def _chooser(experts: FeedForward) -> Callable[[jax.Array, Callable[[FeedForward
     bit width, the function is traced once per bit width, not per expert."""
     stacks = [_base(each) for each in experts.weights]
     if not any(isinstance(each, Apart | ByForm) for each in stacks):
-        return lambda expert, run: run(_each_weight(experts, lambda stack: unit_at(stack, expert)))
+        weights = experts.weights
+        return lambda expert, run: run(_with_weights(experts, [unit_at(each, expert) for each in weights]))
     forms = [by_form(each.matrices) if isinstance(each, Apart) else each for each in stacks]
     forms = [each for each in forms if isinstance(each, ByForm)]
     kinds = list(zip(*(each.form for each in forms), strict=True))
@@ -440,12 +434,6 @@ def _chooser(experts: FeedForward) -> Callable[[jax.Array, Callable[[FeedForward
 def _base(stack: Weight) -> Weight:
     """A stack without its adapters."""
     return stack.base if isinstance(stack, Adapted) else stack
-
-
-def _each_weight(experts: FeedForward, take: Callable[[Weight], Weight]) -> FeedForward:
-    """One expert `[F, D]`: `take` applied to each weight of a stack."""
-    gate = None if experts.gate is None else take(experts.gate)
-    return dataclasses.replace(experts, up=take(experts.up), down=take(experts.down), gate=gate)
 
 
 def _with_biases(block: FeedForward, experts: FeedForward, expert: jax.Array) -> FeedForward:

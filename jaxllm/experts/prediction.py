@@ -20,7 +20,7 @@ from jaxllm.errors import ConfigError
 
 BACK_OFF = 4.0
 # Maximum number of stored pairs per layer, the most frequent ones: all of them with up to 64 experts.
-MOST_PAIRS = 4096
+_MOST_PAIRS = 4096
 # Maximum sum of a row of counts while a model runs.
 MOST_WEIGHT = 64.0
 
@@ -114,16 +114,15 @@ class PathCounts:
         return cls(pairs=pairs, **counts)
 
 
-def count_paths(ids: np.ndarray, experts: int, *, most_pairs: int = MOST_PAIRS) -> PathCounts:
+def count_paths(ids: np.ndarray, experts: int) -> PathCounts:
     """Counts the visits of a text's tokens.
 
     Args:
       ids: `[L, M, k]` int, the experts that each of M tokens visited at each sparse layer.
       experts: number of experts of a layer (E).
-      most_pairs: maximum number of stored pairs per layer (P).
     """
     layers = ids.shape[0]
-    width = min(most_pairs, experts**2)
+    width = min(_MOST_PAIRS, experts**2)
     alone = np.stack([np.bincount(each.reshape(-1), minlength=experts) for each in ids]).astype(np.float32)
     after_one = np.zeros((layers, experts, experts), np.float32)
     pairs, after_two = np.full((layers, width), -1, np.int32), np.zeros((layers, width, experts), np.float32)
@@ -211,15 +210,12 @@ def _places_of(counts: PathCounts, layer: int, two_before: np.ndarray, before: n
     return counts.places[layer][pair.reshape(len(pair), -1)]
 
 
-# Predicts a token's experts from its token id.
-#
-# In the first layers a router's input depends mostly on the token itself. So the ids of the next tokens (the
-# one just sampled, those that a draft proposes) predict their experts before any layer is computed.
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class TokenExperts:
     """The experts that each token id of a text visited most.
+
+    In the first layers a router's input depends mostly on the token itself. So the ids of the next tokens
+    (the one just sampled, those that a draft proposes) predict their experts before any layer is computed.
 
     Attributes:
       tokens: `[T]` int32, ascending, the ids that occurred.
@@ -299,12 +295,6 @@ def _width(experts: int) -> type[np.generic]:
     return np.uint8 if experts <= 256 else np.int32
 
 
-# Eviction policies of the expert buffer: scores of resident experts; the lowest is evicted.
-#
-# EdgeMoE (arXiv 2308.14352, section 3.3.3) keeps experts that are visited often and whose layer comes soon:
-# layers are computed in order, so experts of the layers just computed are needed last.
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Residents:
     """The N resident experts.
@@ -333,8 +323,9 @@ def nearness(layers: np.ndarray, at: int, total: int) -> np.ndarray:
 
 
 POLICIES: dict[str, Policy] = {
-    # EdgeMoE's. The second term orders the experts of the current layer, whose nearness is 0: of equally near
-    # experts the least visited is evicted.
+    # EdgeMoE's (section 3.3.3) keeps experts that are visited often and whose layer comes soon: layers are
+    # computed in order, so experts of the layers just computed are needed last. The second term orders those
+    # of the current layer, whose nearness is 0: of equally near experts the least visited is evicted.
     "frequency-nearness": lambda those, at, total, now: (
         those.frequency * nearness(those.layers, at, total) + 1e-6 * those.frequency
     ),
@@ -347,14 +338,3 @@ POLICIES: dict[str, Policy] = {
     # By frequency divided by the time since the last visit.
     "lfru": lambda those, at, total, now: those.frequency / (1 + now - those.used),
 }
-
-
-def eviction_policy(name: str) -> Policy:
-    """The policy with a name.
-
-    Raises:
-      ConfigError: there is no policy of this name.
-    """
-    if name not in POLICIES:
-        raise ConfigError(f"there is no eviction policy {name!r:.80}; choose one of {', '.join(POLICIES)}")
-    return POLICIES[name]

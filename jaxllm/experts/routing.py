@@ -73,7 +73,8 @@ def route(
 
     def by_xla(x: jax.Array, router: Weight | TableArray, bias: Operand | None, norm: Norm | None) -> Routing:
         added = None if bias is None else value(bias)
-        logits = to_units(x if norm is None else normalized(x, norm), _matrix(router), added)
+        matrix = value(router) if isinstance(router, TableArray) else router
+        logits = to_units(x if norm is None else normalized(x, norm), matrix, added)
         weights, ids = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), experts_per_token)
         if normalize:
             weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -115,10 +116,6 @@ def high_alone(weights: Floats, loss: float) -> Floats:
     # Weights may be zero.
     alone: Any = (behind <= np.float32(loss) * behind[..., :1]) & (loss > 0)
     return alone
-
-
-def _matrix(router: Weight | TableArray) -> Weight:
-    return value(router) if isinstance(router, TableArray) else router
 
 
 def load_balancing_loss(probs: jax.Array, ids: jax.Array) -> jax.Array:

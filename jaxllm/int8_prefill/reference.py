@@ -12,13 +12,7 @@ import jax.numpy as jnp
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.int8_prefill.shadow import (
-    PRODUCTS,
-    contracts_last_axis,
-    product_biases,
-    product_matrices,
-    shadow_products,
-)
+from jaxllm.int8_prefill.shadow import PRODUCTS, contracts_last_axis, product_biases, product_matrices
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.decoder import embed_tokens, final_normed, logits
@@ -27,6 +21,7 @@ from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.nn.layers import activate, normalize
 from jaxllm.nn.linear import add_normed, from_units, to_units
+from jaxllm.serving.int8_prefill.buckets import shadow_products
 
 # (layer, index in PRODUCTS, the product's input `[T, inputs]`) -> its results `[T, outputs]`, without biases.
 Rule = Callable[[int, int, jax.Array], Sequence[jax.Array]]
@@ -96,15 +91,11 @@ def observed(
     look: Callable[[int, int, jax.Array], Any],
     *,
     cfg: ModelConfig,
-    rule: Rule | None = None,
 ) -> list[list[Any]]:
     """Results of `look(layer, product, x)` for the inputs `[T, inputs]` of all products, by layer and
-    product.
-
-    `rule` is `plain_rule` unless given.
-    """
+    product."""
     found: list[list[Any]] = [[None] * len(PRODUCTS) for _ in range(cfg.layers)]
-    multiply = plain_rule(params, cfg) if rule is None else rule
+    multiply = plain_rule(params, cfg)
 
     def watching(layer: int, product: int, x: jax.Array) -> Sequence[jax.Array]:
         found[layer][product] = look(layer, product, x)

@@ -7,11 +7,10 @@ from typing import Literal
 
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.int8_prefill.recipe import ORDERS, Order
+from jaxllm.int8_prefill.recipe import Order
 
-# Names the stages into which a layer is split for two processors (mllm-NPU, arXiv 2407.05858, section 3.2).
-#
-# A layer without a shadow has three stages; the integer processor runs two:
+# The stages of a layer for two processors (section 3.2). One without a shadow has three, of which the integer
+# processor runs two:
 #
 #     project   norm, quantize, products of queries, keys and values
 #     attend    attention over the cache, in floats
@@ -38,11 +37,6 @@ Stage = Literal[
     "narrow_shadow",
     "layer",
 ]
-# In an order in which one processor can run them.
-PLAIN_STAGES: tuple[Stage, ...] = ("project", "attend", "finish")
-SHADOWED_STAGES: tuple[Stage, ...] = (
-    "project", "project_shadow", "attend", "widen", "widen_shadow", "narrow", "narrow_shadow",
-)  # fmt: skip
 INTEGER_STAGES: frozenset[Stage] = frozenset(("project", "finish", "widen", "narrow"))
 # Stage -> prefixes of the names of its parameters within the layer.
 STAGE_PARAMETERS: Mapping[Stage, tuple[str, ...]] = {
@@ -75,12 +69,12 @@ STAGE_VALUES: Mapping[Stage, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 
 def stages_of(shadowed: bool) -> tuple[Stage, ...]:
-    """The stages of a layer for two processors."""
-    return SHADOWED_STAGES if shadowed else PLAIN_STAGES
+    """The stages of a layer for two processors, in an order in which one can run them."""
+    if not shadowed:
+        return "project", "attend", "finish"
+    return "project", "project_shadow", "attend", "widen", "widen_shadow", "narrow", "narrow_shadow"
 
 
-# Schedules the subgraphs of a prompt on two processors (mllm-NPU, arXiv 2407.05858, section 3.4).
-#
 # A prompt is many subgraphs: stages x layers x chunks. A subgraph depends on the one before it in its own
 # chunk (equation 3), and attention depends on the attention of all earlier chunks in its layer (equation 2),
 # whose keys and values it reads from the cache. Nothing else orders chunks, so while one chunk waits for the
@@ -222,8 +216,6 @@ class Dispatcher:
             equation, as in the paper; "first-ready" chooses the subgraph that has waited longest;
             "in-order" runs each processor's subgraphs in the order of the list.
         """
-        if order not in ORDERS:
-            raise ConfigError(f"subgraphs are run in one of {', '.join(ORDERS)}, got {order!r}")
         self.subgraphs = tuple(subgraphs)
         self._order: Order = order
         self._times = [times(each) for each in self.subgraphs]
@@ -236,17 +228,11 @@ class Dispatcher:
         # Ready subgraphs in the order in which they became ready; with "in-order", the next of each
         # processor's list.
         self._ready: dict[Processor, list[int]] = {processor: [] for processor in PROCESSORS}
-        self._queue: dict[Processor, list[int]] = {
-            processor: [
-                place
-                for place, each in reversed(list(enumerate(self.subgraphs)))
-                if each.processor == processor
-            ]
-            for processor in PROCESSORS
-        }
-        for place, count in enumerate(self._missing):
-            if not count:
-                self._ready[self.subgraphs[place].processor].append(place)
+        self._queue: dict[Processor, list[int]] = {processor: [] for processor in PROCESSORS}
+        for place, each in enumerate(self.subgraphs):
+            self._queue[each.processor].append(place)
+            if not each.needs:
+                self._ready[each.processor].append(place)
 
     @property
     def done(self) -> bool:
@@ -260,9 +246,9 @@ class Dispatcher:
             return None
         if self._order == "in-order":
             queue = self._queue[processor]
-            if queue[-1] not in ready:
+            if queue[0] not in ready:
                 return None
-            chosen = queue.pop()
+            chosen = queue.pop(0)
         elif self._order == "equation-5":
             chosen = max(ready, key=self.literal_contribution)
         elif self._order == "first-ready" or self._ready[_OTHER[processor]]:
@@ -300,12 +286,6 @@ class Dispatcher:
         )
 
 
-# Simulates a prompt's integer prefill on two processors of known speed, under any order of its subgraphs.
-#
-# The simulator uses the same `Dispatcher` as the runner. Handing over costs a constant per subgraph;
-# contention is modelled only by the time that a subgraph takes while the other processor is busy.
-
-
 @dataclasses.dataclass(frozen=True)
 class Timeline:
     """Start and end of every subgraph.
@@ -338,7 +318,8 @@ def simulate(
     overhead_ms: float = 0.0,
     shared: Times | None = None,
 ) -> Timeline:
-    """Runs a prompt's subgraphs on an integer and a float processor.
+    """Simulates a prompt's subgraphs on an integer and a float processor, by the same `Dispatcher` as the
+    runner. Contention is only the time that a subgraph takes while the other processor is busy.
 
     Args:
       subgraphs: see `schedule.prompt_subgraphs`.
@@ -426,25 +407,11 @@ class SpeedProfile:
     attend_us_per_token: float = 0.0
     overhead_ms: float = 0.0
 
-    def __post_init__(self) -> None:
-        if min(self.integer_gops, self.float_gflops) <= 0:
-            raise ConfigError(f"the speeds of {self.name} must be positive")
-        if min(self.attend_us_per_token, self.overhead_ms) < 0:
-            raise ConfigError(
-                f"what subgraphs take besides their products on {self.name} must not be negative"
-            )
-
-    def times(self, cfg: ModelConfig, chunk_tokens: int, shadow_channels: int = 8) -> Times:
+    def times(self, cfg: ModelConfig, chunk_tokens: int) -> Times:
         """Times of subgraphs of a model in chunks of `chunk_tokens`."""
 
         def time(each: Subgraph) -> float:
-            work = stage_operations(
-                cfg,
-                each.stage,
-                chunk_tokens,
-                before=each.chunk * chunk_tokens,
-                shadow_channels=shadow_channels,
-            )
+            work = stage_operations(cfg, each.stage, chunk_tokens, before=each.chunk * chunk_tokens)
             speed = self.integer_gops if each.processor == "integer" else self.float_gflops
             besides_ms = chunk_tokens * self.attend_us_per_token / 1000 if each.stage == "attend" else 0.0
             return work / speed / 1e6 + besides_ms + self.overhead_ms
@@ -452,9 +419,11 @@ class SpeedProfile:
         return time
 
 
-def stage_operations(
-    cfg: ModelConfig, stage: Stage, tokens: int, *, before: int = 0, shadow_channels: int = 8
-) -> float:
+# Channels of a compact tensor, to count operations.
+_SHADOW_CHANNELS = 8
+
+
+def stage_operations(cfg: ModelConfig, stage: Stage, tokens: int, *, before: int = 0) -> float:
     """Number of multiplications and additions of one subgraph over `tokens` tokens after `before` others.
 
     Args:
@@ -462,24 +431,19 @@ def stage_operations(
       stage: stage of a layer.
       tokens: number of tokens of the chunk.
       before: tokens in the cache.
-      shadow_channels: channels of the compact tensors.
     """
     width, query = cfg.hidden_size, cfg.heads * cfg.head_dim
     outward = query + 2 * cfg.kv_heads * cfg.head_dim
     first = (2 if cfg.gated_ffn else 1) * cfg.ffn_size
-    # Queries · keys and weights · values; a token attends to half of its own chunk on average.
-    seen = 4 * query * (before + tokens / 2)
-    shadow = {
-        "project_shadow": 2 * shadow_channels * outward,
-        "widen_shadow": 2 * shadow_channels * first,
-        "narrow_shadow": 2 * shadow_channels * width,
-    }
     per_token = {
         "project": 2 * width * outward,
-        "attend": seen,
+        # Queries · keys and weights · values; a token attends to half of its own chunk on average.
+        "attend": 4 * query * (before + tokens / 2),
         "finish": 2 * width * (query + first + cfg.ffn_size),
         "widen": 2 * width * (query + first),
         "narrow": 2 * width * cfg.ffn_size,
-        **shadow,
+        "project_shadow": 2 * _SHADOW_CHANNELS * outward,
+        "widen_shadow": 2 * _SHADOW_CHANNELS * first,
+        "narrow_shadow": 2 * _SHADOW_CHANNELS * width,
     }
     return tokens * float(per_token[stage])

@@ -68,7 +68,7 @@ def rooms(channels: int) -> tuple[int, ...]:
 
 
 def shadow_products(
-    x: jax.Array, step: jax.Array, weights: Sequence[Weight], rows: FloatRows | None, *, last: bool
+    x: jax.Array, step: jax.Array, weights: Sequence[Weight], rows: FloatRows, *, last: bool
 ) -> tuple[list[jax.Array], jax.Array]:
     """Products of the excess of `x` `[T, D]` with each weight.
 
@@ -77,7 +77,7 @@ def shadow_products(
       step: float32 scalar.
       weights: their D inputs are contracted, along the last axis if `last`, else along all other axes
         together.
-      rows: weights in floats; None uses the quantized weights of all channels.
+      rows: weights in floats; channels without a row use the quantized weights.
       last: see `weights`.
 
     Returns:
@@ -86,7 +86,7 @@ def shadow_products(
     axes = Axes("shadow_products")
     axes.check(jnp.floating, "T D", x=x)
     axes.check(jnp.float32, "", step=step)
-    axes.check(jnp.int32, "D", place=None if rows is None else rows.place)
+    axes.check(jnp.int32, "D", place=rows.place)
     x = x.astype(jnp.float32)
     hit = jnp.any(jnp.abs(x) > np.float32(TOP_LEVEL) * step, axis=0)
     count = jnp.sum(hit, dtype=jnp.int32)
@@ -121,7 +121,7 @@ def shadow_products(
 
 
 def added_by_shadow(
-    x: jax.Array, step: jax.Array, weights: Sequence[Weight], rows: FloatRows | None, *, last: bool
+    x: jax.Array, step: jax.Array, weights: Sequence[Weight], rows: FloatRows, *, last: bool
 ) -> tuple[list[jax.Array], jax.Array]:
     """The shadow of a product's inputs `[..., inputs]` for each of its results `[..., *units]`, in their
     shapes; and the number of channels with an outlier (see `shadow_products`)."""
@@ -140,7 +140,7 @@ def _first(hit: jax.Array, room: int) -> jax.Array:
 
 
 def _rows_of(
-    channels: jax.Array, real: jax.Array, weights: Sequence[Weight], rows: FloatRows | None, last: bool
+    channels: jax.Array, real: jax.Array, weights: Sequence[Weight], rows: FloatRows, last: bool
 ) -> list[jax.Array]:
     """The rows of some channels, `[N, outputs]` of each weight; rows of padding are finite and otherwise
     undefined."""
@@ -148,7 +148,7 @@ def _rows_of(
     def of_weights() -> list[jax.Array]:
         return [contracted_rows(each, channels, last=last) for each in weights]
 
-    if rows is None or not rows.rows[0].shape[0]:
+    if not rows.rows[0].shape[0]:
         return of_weights()
     place = rows.place[channels]
 
@@ -169,12 +169,10 @@ def _outputs(weight: Weight, last: bool) -> int:
     return int(np.prod(weight.shape[:-1])) if last else weight.shape[-1]
 
 
-# Products with a static step together with their shadow (mllm-NPU, arXiv 2407.05858, equation 1), for one
-# processor that computes both.
-#
-# Native kernels find and multiply outliers inside the products (`jaxllm.kernels.native_products`); elsewhere
-# they are multiplied separately (`shadow.py`), with the same result but for the order of sums. Functions
-# have the parameters of those in `linear.py`.
+# Products with a static step together with their shadow, for one processor that computes both. Native kernels
+# find and multiply outliers inside the products (`jaxllm.kernels.native_products`); elsewhere they are
+# multiplied separately, with the same result but for the order of sums. Functions have the parameters of
+# those in `linear.py`.
 
 
 def normed_to_units(
@@ -191,28 +189,22 @@ def normed_to_units(
     """Products `[..., *U]` of `norm(x)` `[..., D]` with each weight `[*U, D]`, and the number of the D
     channels with outliers, `[1]` int32."""
 
-    def apart(x, norm, weights, used, step, rows, live) -> tuple[list[jax.Array], jax.Array]:
-        none = [None] * len(weights)
-        outs = linear.normed_to_units(x, norm, weights, none, used=used, step=step, live=live)
+    def apart(x, norm, weights, step, rows, how) -> tuple[list[jax.Array], jax.Array]:
+        outs = linear.normed_to_units(x, norm, weights, [None] * len(weights), step=step, **how)
         shadows, count = added_by_shadow(normalize(x, norm), step, weights, rows, last=True)
         sums = [out + shadow.astype(out.dtype) for out, shadow in zip(outs, shadows, strict=True)]
         return sums, count[None]
 
-    def fused(x, norm, weights, used, step, rows, live) -> tuple[list[jax.Array], jax.Array]:
+    def fused(x, norm, weights, step, rows, how) -> tuple[list[jax.Array], jax.Array]:
+        how = {"norm_scale": norm.scale, "norm_eps": norm.eps, **how}
+        flat = x.reshape(-1, x.shape[-1])
         *products, count = native_products.to_units_with_shadow(
-            x.reshape(-1, x.shape[-1]),
-            weights,
-            step=step,
-            shadow=(rows.place, *rows.rows),
-            norm_scale=norm.scale,
-            norm_eps=norm.eps,
-            used=used,
-            live=live,
+            flat, weights, step=step, shadow=(rows.place, *rows.rows), **how
         )
         shapes = [(*x.shape[:-1], *weight.shape[:-1]) for weight in weights]
         return [out.reshape(shape) for out, shape in zip(products, shapes, strict=True)], count
 
-    operands = x, norm, list(weights), used, step, rows, live
+    operands = x, norm, list(weights), step, rows, {"used": used, "live": live}
     native = norm.bias is None and _supported(weights)
     outs, count = natively(fused, apart, *operands) if native else apart(*operands)
     return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)], count
@@ -233,22 +225,22 @@ def from_units(
     number of inputs with outliers, `[1]` int32."""
     batch = h.shape[: h.ndim + 1 - len(weight.shape)]
 
-    def apart(h, weight, residual, used, step, rows, live) -> tuple[jax.Array, jax.Array]:
-        out = linear.from_units(h, weight, residual=residual, used=used, step=step, live=live)
+    def apart(h, weight, residual, step, rows, how) -> tuple[jax.Array, jax.Array]:
+        out, used = linear.from_units(h, weight, residual=residual, step=step, **how), how["used"]
         seen = h if used is None else used.only(h, len(batch))
         (shadow,), count = added_by_shadow(seen.reshape(*batch, -1), step, [weight], rows, last=False)
         return out + shadow.astype(out.dtype), count[None]
 
-    def fused(h, weight, residual, used, step, rows, live) -> tuple[jax.Array, jax.Array]:
+    def fused(h, weight, residual, step, rows, how) -> tuple[jax.Array, jax.Array]:
         width = weight.shape[-1]
         add = None if residual is None else residual.reshape(-1, width).astype(h.dtype)
         flat = h.reshape(-1, int(rows.place.shape[0]))
         out, count = native_products.from_units_with_shadow(
-            flat, weight, step=step, shadow=(rows.place, rows.rows[0]), residual=add, used=used, live=live
+            flat, weight, step=step, shadow=(rows.place, rows.rows[0]), residual=add, **how
         )
         return out.reshape(*batch, width), count
 
-    operands = h, weight, residual, used, step, rows, live
+    operands = h, weight, residual, step, rows, {"used": used, "live": live}
     out, count = natively(fused, apart, *operands) if _supported([weight]) else apart(*operands)
     return _with_bias(out, bias), count
 
@@ -267,25 +259,17 @@ def feed_forward(
     """`linear.feed_forward` of `x` `[..., D]`, and the numbers of the D channels and of the F units with
     outliers, `[2]` int32; steps and rows are pairs, for both."""
 
-    def apart(x, norm, weights, used, steps, rows, live) -> tuple[jax.Array, jax.Array]:
+    def apart(x, norm, weights, steps, rows, how) -> tuple[jax.Array, jax.Array]:
         gate = [] if weights.gate is None else [(weights.gate, weights.gate_bias)]
         first, biases = zip(*gate, (weights.up, weights.up_bias), strict=True)
-        products, outer = normed_to_units(x, norm, first, biases, steps[0], rows[0], used=used, live=live)
+        products, outer = normed_to_units(x, norm, first, biases, steps[0], rows[0], **how)
         hidden = activate(products[0], weights.activation)
         hidden = hidden * products[1] if gate else hidden
-        out, inner = from_units(
-            hidden,
-            weights.down,
-            weights.down_bias,
-            steps[1],
-            rows[1],
-            residual=x if add_input else None,
-            used=used,
-            live=live,
-        )
+        residual, down = x if add_input else None, (weights.down, weights.down_bias)
+        out, inner = from_units(hidden, *down, steps[1], rows[1], residual=residual, **how)
         return out, jnp.concatenate([outer, inner])
 
-    def fused(x, norm, weights, used, steps, rows, live) -> tuple[jax.Array, jax.Array]:
+    def fused(x, norm, weights, steps, rows, how) -> tuple[jax.Array, jax.Array]:
         out, counts = native_products.feed_forward_with_shadow(
             x.reshape(-1, x.shape[-1]),
             weights.gate,
@@ -297,12 +281,11 @@ def feed_forward(
             norm_scale=norm.scale,
             norm_eps=norm.eps,
             residual=add_input,
-            used=used,
-            live=live,
+            **how,
         )
         return out.reshape(x.shape), counts
 
-    operands = x, norm, weights, used, steps, rows, live
+    operands = x, norm, weights, steps, rows, {"used": used, "live": live}
     native = norm.bias is None and not weights.biased and _supported(weights.weights)
     return natively(fused, apart, *operands) if native else apart(*operands)
 
@@ -316,10 +299,7 @@ def _with_bias(out: jax.Array, bias: jax.Array | None) -> jax.Array:
     return out if bias is None else out + bias.astype(out.dtype)
 
 
-# The products of a layer that have a static step in integer prefill: their weights, biases and sizes.
-
-
-# Products, named by their inputs, each of which has one step; and their indices.
+# The products of a layer that have a static step, named by their inputs, which have one each; their indices.
 PRODUCTS = ("project", "out", "widen", "narrow")
 PROJECT, OUT, WIDEN, NARROW = range(4)
 

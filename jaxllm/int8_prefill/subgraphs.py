@@ -35,7 +35,7 @@ from jaxllm.models.layer_stack import LayerParams, layer_of
 from jaxllm.models.parameters import Params
 from jaxllm.nn.layers import activate, normalize
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
-from jaxllm.quant import Adapted, BlockedArray
+from jaxllm.quant import Adapted, BlockedArray, Weight
 
 # Product -> the norm of its input.
 _NORMS = {PROJECT: "attn_norm", WIDEN: "ffn_norm"}
@@ -129,14 +129,10 @@ class IntegerLayer:
         """The next layer's input `[1, T, D]`, given the attention outputs."""
         self._axes("finish", x=x).check(jnp.floating, "1 T K *", out=out)
         x = self._added_output(x, out)
-        mixed = feed_forward(
-            x,
-            self._weights.norm("ffn_norm", self._cfg),
-            block_weights(self._weights, self._cfg),
-            add_input=not self._cfg.post_norms,
-            used=self._weights.used[1],
-            steps=(self._steps[WIDEN], self._steps[NARROW]),
-        )
+        norm, block = self._weights.norm("ffn_norm", self._cfg), block_weights(self._weights, self._cfg)
+        steps, used = (self._steps[WIDEN], self._steps[NARROW]), self._weights.used[1]
+        add_input = not self._cfg.post_norms
+        mixed = feed_forward(x, norm, block, add_input=add_input, used=used, steps=steps)
         return self._post_normed(x, mixed, "ffn_post_norm")
 
     def widen(self, x: jax.Array, out: jax.Array, added: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
@@ -198,36 +194,20 @@ class IntegerLayer:
             out, past, mass = self._attention(self.project(x), at, past, mass)
             return self.finish(x, out), past, mass, None
         groups, neurons = weights.used
+        norm, matrices = weights.norm("attn_norm", cfg), matrices_of(weights, PROJECT, cfg)
         heads, projected = shadow.normed_to_units(
-            x,
-            weights.norm("attn_norm", cfg),
-            *matrices_of(weights, PROJECT, cfg),
-            steps[PROJECT],
-            rows[PROJECT],
-            used=groups,
-            live=at.valid,
+            x, norm, *matrices, steps[PROJECT], rows[PROJECT], used=groups, live=at.valid
         )
         out, past, mass = self._attention(heads, at, past, mass)
+        outward, residual = self._outward(), None if cfg.post_norms else x
         mixed, attended = shadow.from_units(
-            out,
-            weights["attn.o"],
-            weights.vector("attn.o_bias"),
-            steps[OUT],
-            rows[OUT],
-            residual=None if cfg.post_norms else x,
-            used=groups,
-            live=at.valid,
+            out, *outward, steps[OUT], rows[OUT], residual=residual, used=groups, live=at.valid
         )
         x = self._post_normed(x, mixed, "attn_post_norm", at.valid)
+        norm, block = weights.norm("ffn_norm", cfg), block_weights(weights, cfg)
+        pairs = (steps[WIDEN], steps[NARROW]), (rows[WIDEN], rows[NARROW])
         mixed, both = shadow.feed_forward(
-            x,
-            weights.norm("ffn_norm", cfg),
-            block_weights(weights, cfg),
-            (steps[WIDEN], steps[NARROW]),
-            (rows[WIDEN], rows[NARROW]),
-            add_input=not cfg.post_norms,
-            used=neurons,
-            live=at.valid,
+            x, norm, block, *pairs, add_input=not cfg.post_norms, used=neurons, live=at.valid
         )
         x = self._post_normed(x, mixed, "ffn_post_norm", at.valid)
         return x, past, mass, jnp.concatenate([projected, attended, both])
@@ -256,15 +236,13 @@ class IntegerLayer:
 
     def _added_output(self, x: jax.Array, out: jax.Array, added: jax.Array | None = None) -> jax.Array:
         """The layer's input with its output product and that product's shadow added."""
-        mixed = from_units(
-            out,
-            self._weights["attn.o"],
-            self._weights.vector("attn.o_bias"),
-            residual=None if self._cfg.post_norms else x,
-            used=self._weights.used[0],
-            step=self._steps[OUT],
-        )
+        residual, used = None if self._cfg.post_norms else x, self._weights.used[0]
+        mixed = from_units(out, *self._outward(), residual=residual, used=used, step=self._steps[OUT])
         return self._post_normed(x, mixed if added is None else mixed + added, "attn_post_norm")
+
+    def _outward(self) -> tuple[Weight, jax.Array | None]:
+        """The weight and the bias of the output product of attention."""
+        return self._weights["attn.o"], self._weights.vector("attn.o_bias")
 
     def _post_normed(
         self, x: jax.Array, mixed: jax.Array, norm: str, valid: jax.Array | None = None

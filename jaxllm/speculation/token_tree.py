@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from jaxllm.axes import Axes
-from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
     import jax
@@ -35,7 +34,7 @@ class TokenTree:
       depths: `[M]` int32.
       confidences: `[M]` float32, cumulative.
       probabilities: `[M]` float32, the drafter's probability of each token after its parent, before
-        calibration (see `calibration`); 1 for the root.
+        calibration (see `jaxllm.speculation.tree.Calibration`); 1 for the root.
       ancestors: `[M, M]` bool, `[i, j]`: whether node j is on the path from the root to node i, including
         both ends; false for unused nodes.
       count: int32 scalar, number of nodes in use, at least 1.
@@ -67,16 +66,12 @@ class TokenTree:
         axes.check(np.int32, "", count=self.count)
 
 
-# Says how a draft grows token trees; imports no JAX (see `pacer`, which grows them).
-
-
 # Minimum probability of a token that opens a branch (section 3.2).
 BRANCH_CONFIDENCE = 0.3
 
 # The order in which branches grow: the most confident first; the one furthest below its fair share of
 # tokens first, as published; or in the order of the nodes.
 Pacer = Literal["confidence", "fair", "order"]
-PACERS: tuple[Pacer, ...] = ("confidence", "fair", "order")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,40 +126,50 @@ class PassTimes:
         return max(0.0, self.verify_s[most] - self.verify_s[least]) / max(1, most - least)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Worth:
-    """The minimum yield of a drafter's work, in expected tokens.
+@dataclasses.dataclass(frozen=True)
+class Growing:
+    """Rule that ends the growth of a tree, by the minimum yields of a drafter's work in expected tokens.
 
     Attributes:
-      run: yield of all branches of a run, beyond the minimum of each.
-      branch: yield of each of them, as its confidence.
-      node: yield of a node that is drafted at no cost, as its confidence.
+      alpha: minimum confidence of a branch to grow, the yield of a node that is drafted at no cost.
+      most: sufficient number of nodes.
+      temperature: temperature of the target's sampler; 0 is greedy.
+      run: minimum yield of all branches of a run, beyond the minimum of each.
+      branch: minimum yield of each of them, as its confidence.
       free_runs: number of runs that may yield less.
+      depth: maximum depth of a node, by the number of wanted tokens.
+      stop_ids: tokens that end a branch, padded as for `Decoding.decode`; empty for none.
     """
 
-    run: float
-    branch: float
-    node: float
-    free_runs: int
+    alpha: float
+    most: int
+    temperature: float = 0.0
+    run: float = 0.0
+    branch: float = 0.0
+    free_runs: int = 0
+    depth: int = 1 << 30
+    stop_ids: tuple[int, ...] = ()
 
 
-def worth(times: PassTimes, rate: float, *, tips: int, yields: float) -> Worth:
-    """The minimum yield of a drafter's work.
+def worthwhile(growing: Growing, times: PassTimes, rate: float, *, tips: int, yields: float) -> Growing:
+    """A rule with the minimum yields that measured times ask for.
 
     Args:
+      growing: the rule.
       times: times of the parts of a pass.
       rate: tokens per second from passes; 0 before the first.
       tips: maximum number of branches of a run.
       yields: total confidence of a branch's new nodes, as a share of its own.
     """
     if rate <= 0:
-        return Worth(run=_FIRST_RUN_TOKENS, branch=0.0, node=0.0, free_runs=0)
+        return dataclasses.replace(growing, alpha=LEAST, run=_FIRST_RUN_TOKENS)
     node = rate * times.node_s
     # Each branch adds at least one node, which is verified.
     branch = (rate * times.branch_s + node) / yields
     whole_s = times.run_s + tips * times.branch_s
     free = int(times.free_s / whole_s) if whole_s > 0 else 0
-    return Worth(run=rate * times.run_s / yields, branch=branch, node=node, free_runs=free)
+    alpha, run = min(MOST, max(LEAST, node)), rate * times.run_s / yields
+    return dataclasses.replace(growing, alpha=alpha, run=run, branch=branch, free_runs=free)
 
 
 def verified_nodes(confidences: Sequence[float] | np.ndarray, times: PassTimes, rate: float) -> int:
@@ -182,17 +187,10 @@ def verified_nodes(confidences: Sequence[float] | np.ndarray, times: PassTimes, 
     promised, count = np.cumsum(confidences), len(confidences)
     sizes = sorted(times.verify_s)
     room = next((size for size in sizes if size >= count), sizes[-1])
-    return (
-        max(
-            (size for size in sizes if size <= room),
-            key=lambda size: promised[min(count, size) - 1] - rate * times.verify_s[size],
-        )
-        if rate > 0
-        else room
-    )
-
-
-# Decides when to stop drafting and verify, by a self-adaptive threshold (LLMCad, section 3.3).
+    if rate <= 0:
+        return room
+    fitting = (size for size in sizes if size <= room)
+    return max(fitting, key=lambda size: promised[min(count, size) - 1] - rate * times.verify_s[size])
 
 
 START = 0.01
@@ -202,17 +200,14 @@ LEAST, MOST = 1e-6, 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Fallback:
-    """The fallback threshold: verify once no branch has a confidence above alpha.
+    """The self-adaptive fallback threshold (LLMCad, section 3.3): verify once no branch has a confidence
+    above alpha.
 
     Attributes:
       alpha: value in [LEAST, MOST].
     """
 
     alpha: float = START
-
-    def __post_init__(self) -> None:
-        if not LEAST <= self.alpha <= MOST:
-            raise ConfigError(f"alpha must be in [{LEAST}, {MOST}], got {self.alpha}")
 
     def after(self, *, drafted: int, correct: int, confidence: float) -> "Fallback":
         """The threshold for the next tree (equation 3).
@@ -221,12 +216,7 @@ class Fallback:
           drafted: number of tokens on the branch that matches the target best, without the root (N_all).
           correct: number of accepted tokens among them (N_correct).
           confidence: Tc when the tree was verified.
-
-        Raises:
-          ConfigError: a number is out of range.
         """
-        if not 0 <= correct <= drafted or not 0 <= confidence <= 1:
-            raise ConfigError(f"{correct} of {drafted} tokens right at a confidence of {confidence}")
         if correct == drafted:
             return Fallback(max(LEAST, 0.5 * self.alpha))
         # In logarithms, because a confidence may be as small as the smallest float.

@@ -10,12 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.axes import Axes
-from jaxllm.errors import ConfigError
 from jaxllm.sampling import SamplerState, likeliest, sample
 from jaxllm.speculation.token_tree import BRANCH_CONFIDENCE, Pacer, TokenTree
-
-# Functions of token trees in compiled steps: a new one, further nodes, the accepted path.
-
 
 # Steps accept it as a tree of arrays.
 jax.tree_util.register_dataclass(TokenTree)
@@ -26,13 +22,8 @@ def new_tree(root: jax.Array, room: int) -> TokenTree:
 
     Args:
       root: int32 scalar, the root's token.
-      room: maximum number of nodes of the tree (M).
-
-    Raises:
-      ConfigError: `room` is below 1.
+      room: maximum number of nodes of the tree (M), at least 1.
     """
-    if room < 1:
-        raise ConfigError(f"a token tree has room for its root at least, got {room}")
     root = jnp.asarray(root, jnp.int32)
     # A root of rank 1 would become the token of every node.
     Axes("new_tree").check(jnp.int32, "", root=root)
@@ -68,8 +59,8 @@ def add_nodes(
     tokens: jax.Array,
     confidences: jax.Array,
     wanted: jax.Array,
-    probabilities: jax.Array | None = None,
-) -> tuple[TokenTree, jax.Array]:
+    probabilities: jax.Array,
+) -> TokenTree:
     """Adds nodes after the existing ones, as many as fit.
 
     Args:
@@ -78,15 +69,11 @@ def add_nodes(
       tokens: `[T]` int32.
       confidences: `[T]` float32, confidence of each token given its parent.
       wanted: `[T]` bool; the others are left out.
-      probabilities: `[T]` float32 (see `TokenTree`); None for `confidences`.
-
-    Returns:
-      The tree, and the index of each new node `[T]` int32: -1 if it was left out or did not fit.
+      probabilities: `[T]` float32 (see `TokenTree`).
     """
     axes = Axes("add_nodes")
     tree.check(axes)
     axes.check(jnp.int32, "T", parents=parents, tokens=tokens)
-    probabilities = confidences if probabilities is None else probabilities
     axes.check(jnp.float32, "T", confidences=confidences, probabilities=probabilities)
     axes.check(jnp.bool_, "T", wanted=wanted)
     place = tree.count + jnp.cumsum(wanted.astype(jnp.int32)) - 1
@@ -99,7 +86,7 @@ def add_nodes(
     def put(values: jax.Array, new: jax.Array) -> jax.Array:
         return values.at[at].set(new.astype(values.dtype), mode="drop")
 
-    grown = TokenTree(
+    return TokenTree(
         tokens=put(tree.tokens, tokens),
         parents=put(tree.parents, parents),
         depths=put(tree.depths, tree.depths[behind] + 1),
@@ -108,7 +95,6 @@ def add_nodes(
         ancestors=put(tree.ancestors, tree.ancestors[behind] | (at[:, None] == index)),
         count=tree.count + jnp.sum(fits, dtype=jnp.int32),
     )
-    return grown, jnp.where(fits, place, -1)
 
 
 def accepted_nodes(tree: TokenTree, chosen: jax.Array) -> jax.Array:
@@ -352,7 +338,7 @@ def grow(
       tips: `[T]` int32, the nodes.
       valid: int32 scalar, number of valid nodes.
       probabilities: `[T, V]` float32, the draft's probabilities after each.
-      shifts: shifts of their calibration (see `calibration.calibrated`).
+      shifts: shifts of their calibration (see `calibrated`).
       branches: maximum number of children of a node.
       threshold: see above.
     """
@@ -372,7 +358,7 @@ def grow(
     parents = jnp.broadcast_to(tips[:, None], tokens.shape)
     new = parents, tokens.astype(jnp.int32), confidences, wanted, own
     flat = (each.reshape(-1)[order] for each in new)
-    return add_nodes(tree, *flat)[0]
+    return add_nodes(tree, *flat)
 
 
 def best_confidence(tree: TokenTree, fed: jax.Array) -> jax.Array:
@@ -384,14 +370,11 @@ def best_confidence(tree: TokenTree, fed: jax.Array) -> jax.Array:
     return jnp.max(jnp.where(tree.used & ~fed, tree.confidences, 0.0))
 
 
-# Chooses the target's token after every node of a token tree, without changing the target's answer.
-#
-# After each node the target's token is chosen as in plain decoding: by the same sampler, with the same random
-# numbers, after the same tokens. So the answer is the target's, greedy or sampled, for any tree.
-
-
 def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Array:
     """The target's token after each node, `[M]` int32, or `NO_TOKEN` (see `sample`).
+
+    Each is chosen as in plain decoding: by the same sampler, with the same random numbers, after the same
+    tokens. So the answer is the target's, greedy or sampled, for any tree.
 
     Args:
       tree: the tree; the root's token is already counted in `sampler`.
@@ -404,8 +387,17 @@ def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Ar
     axes.check(jnp.float32, "M V", logits=logits)
     sampler.check(axes)
 
+    def counted() -> jax.Array:
+        """Count of each token in the answer after each node, `[M, V]` int32."""
+        said = tree.ancestors.at[:, 0].set(False).astype(jnp.float32)
+        of_token = jax.nn.one_hot(tree.tokens, logits.shape[-1], dtype=jnp.float32)
+        return sampler.counts + (said @ of_token).astype(jnp.int32)
+
     def by_sampler(logits: jax.Array) -> jax.Array:
-        counts = jax.lax.cond(sampler.penalized, _counted, _as_before, tree, logits, sampler.counts)
+        # Without penalties counts are not read.
+        counts = jax.lax.cond(
+            sampler.penalized, counted, lambda: jnp.broadcast_to(sampler.counts, logits.shape)
+        )
 
         def at_node(node: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
             row, counts, depth = node
@@ -418,16 +410,3 @@ def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Ar
 
     plain = (sampler.temperature <= 0) & ~sampler.penalized
     return jax.lax.cond(plain, likeliest, by_sampler, logits)
-
-
-def _counted(tree: TokenTree, logits: jax.Array, counts: jax.Array) -> jax.Array:
-    """Count of each token in the answer after each node, `[M, V]` int32."""
-    said = tree.ancestors.at[:, 0].set(False).astype(jnp.float32)
-    of_token = jax.nn.one_hot(tree.tokens, logits.shape[-1], dtype=jnp.float32)
-    return counts + (said @ of_token).astype(jnp.int32)
-
-
-def _as_before(tree: TokenTree, logits: jax.Array, counts: jax.Array) -> jax.Array:
-    """The root's counts for every node, `[M, V]` int32, for samplings without penalties, which do not read
-    them."""
-    return jnp.broadcast_to(counts, logits.shape)

@@ -272,7 +272,7 @@ class DraftEnd:
     Attributes:
       alpha: float32 scalar; drafting ends if no branch is at least as confident (see `fallback`).
       run: float32 scalar; drafting ends if the total confidence of the next run's branches, each beyond
-        `branch`, is not larger (see `tree_size.Worth`).
+        `branch`, is not larger (see `token_tree.Growing`).
       branch: float32 scalar; a branch is extended if it is more confident.
       free: int32 scalar; up to this total number of runs, `run` and `branch` are 0 where drafting would end.
       most: int32 scalar, number of wanted nodes; drafting ends if no branch can add a node to the `most`

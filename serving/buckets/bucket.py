@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.contexts.coded import CodedChunks
-from jaxllm.elastic.ladder import part_of_sub_model, sub_model
+from jaxllm.elastic.ladder import sub_model
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.kernels import native
 from jaxllm.kernels.native import NO_CHUNKS
@@ -207,7 +207,7 @@ class ModelShapes:
         """Jits a step `(params, *rest)` of some of the parameters, such as one layer's."""
 
         def run(params: Params, *rest: Any) -> Any:
-            return step(part_of_sub_model(params, self.cfg), *rest)
+            return step(sub_model(params, self.cfg), *rest)
 
         return jax.jit(run, donate_argnums=donated)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config import WHOLE
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
 from jaxllm.serving.elastic.profile import DeviceProfile
@@ -104,7 +103,10 @@ def expected_cost(
     planning_ms: float = 0.0,
     reused: int = 0,
 ) -> Cost:
-    """The expected cost of an answer of `answer_tokens` at a level, after a prompt of so many tokens."""
+    """The expected cost of an answer of `answer_tokens` at a level, after a prompt of so many tokens.
+
+    Ratios refer to that of the whole model with the whole prompt, where `planning_ms` is only the time to
+    tokenize the request."""
     costs = expected_costs(
         profile, (level,), (prompt_tokens,), answer_tokens, planning_ms=planning_ms, reused=(reused,)
     )
@@ -154,14 +156,6 @@ def expected_costs(
         tokens=answer_tokens,
         joules=joules,
     )
-
-
-def whole_cost(
-    profile: DeviceProfile, prompt_tokens: int, answer_tokens: int, *, tokenize_ms: float = 0.0
-) -> Cost:
-    """The cost that ratios refer to: the whole model with the whole prompt, without planning. `tokenize_ms`
-    is the time to tokenize the request, independent of the level."""
-    return expected_cost(profile, WHOLE, prompt_tokens, answer_tokens, planning_ms=tokenize_ms)
 
 
 def meets(objective: Objective, cost: Cost, whole: Cost) -> bool:
@@ -221,8 +215,7 @@ CONFIDENCE = 0.99
 # The margin before any answer was measured.
 START = 1 / 0.9
 # Number of answers to remember; initially `_STARTING` answers of the ratio `START` are assumed.
-WINDOW = 256
-_STARTING = 16
+_WINDOW, _STARTING = 256, 16
 # Maximum margin: the delays of a device that stalls are unbounded.
 MOST = 2.0
 # Confidences to try in turn if no choice meets the objective with a higher one.
@@ -234,25 +227,21 @@ class SafetyMargin:
 
     Args:
       confidence: share of answers that should take at most the expected time times the margin, in (0, 1).
-      window: number of answers to remember.
 
     Raises:
-      ConfigError: an argument is out of range.
+      ConfigError: it is out of range.
     """
 
-    def __init__(self, confidence: float = CONFIDENCE, *, window: int = WINDOW) -> None:
+    def __init__(self, confidence: float = CONFIDENCE) -> None:
         number = isinstance(confidence, int | float) and not isinstance(confidence, bool)
         if not number or not 0 < confidence < 1:
             raise ConfigError(f"a confidence must be in (0, 1), got {confidence!r:.80}")
-        if not isinstance(window, int) or window < 1:
-            raise ConfigError(f"a window must be a number of answers above 0, got {window!r:.80}")
-        self._confidence, self._window = confidence, window
+        self._confidence = confidence
         self.forget()
 
     def forget(self) -> None:
         """Resets the ratios, for example after a change of profile."""
-        starting = [START] * min(_STARTING, self._window)
-        self._first, self._further = deque(starting, self._window), deque(starting, self._window)
+        self._first, self._further = (deque([START] * _STARTING, _WINDOW) for _ in range(2))
 
     def saw_first(self, expected: Cost, measured: Cost) -> None:
         """Learns from the time to the first token of an answer."""
@@ -263,19 +252,10 @@ class SafetyMargin:
         if measured.tokens > 1:
             self._further.append(_share(measured.tpot_ms, expected.tpot_ms))
 
-    @property
-    def ttft(self) -> float:
-        """The factor of the expected time to the first token to plan for, in [1, `MOST`]."""
-        return _quantile(sorted(self._first), self._confidence)
-
-    @property
-    def tpot(self) -> float:
-        """The factor of the expected time per further token to plan for, in [1, `MOST`]."""
-        return _quantile(sorted(self._further), self._confidence)
-
     def factors(self) -> list[tuple[float, float]]:
-        """`ttft` and `tpot` factors to plan with in turn: at the confidence, then, for objectives that are
-        not met so surely, at smaller ones, down to half of the answers; distinct pairs."""
+        """Factors in [1, `MOST`] of the expected times to the first token and per further token to plan with
+        in turn: at the confidence, then, for objectives that are not met so surely, at smaller ones, down to
+        half of the answers; distinct pairs."""
         first, further = sorted(self._first), sorted(self._further)
         confidences = [self._confidence, *(each for each in _LESS if each < self._confidence)]
         return list(dict.fromkeys((_quantile(first, each), _quantile(further, each)) for each in confidences))

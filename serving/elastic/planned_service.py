@@ -186,12 +186,9 @@ class PlannedService:
         began = time.perf_counter()
         tokens = self.tokenize(prompt, instruction)
         tokenize_ms = 1000 * (time.perf_counter() - began)
+        strict = bound.strict if strict is None else strict
         plan = self.planner.plan(
-            tokens,
-            objective,
-            answer_tokens=max_tokens,
-            strict=bound.strict if strict is None else strict,
-            tokenize_ms=tokenize_ms,
+            tokens, objective, answer_tokens=max_tokens, strict=strict, tokenize_ms=tokenize_ms
         )
         return self.run(
             tokens, plan, objective, tokenize_ms=tokenize_ms,
@@ -228,10 +225,8 @@ class PlannedService:
         sampling: Sampling | None = None,
     ) -> Answer:
         """Answers a prompt by a plan; `tokenize_ms` is the time of `tokenize`."""
-        engine, config = (
-            self.engine,
-            GenerationConfig(max_tokens=max_tokens, stop=tuple(stop), sampling=sampling or Sampling()),
-        )
+        engine = self.engine
+        config = GenerationConfig(max_tokens=max_tokens, stop=tuple(stop), sampling=sampling or Sampling())
         ids = np.asarray(prompt.ids)[plan.kept].tolist()
         request = engine.request(ids, config, level=plan.level, tpot_ms=plan.expected.tpot_ms)
         margin = self.planner.safety_margin

@@ -25,7 +25,6 @@ from jaxllm.serving.elastic.objectives import (
     expected_cost,
     expected_costs,
     overrun,
-    whole_cost,
 )
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS
@@ -107,7 +106,7 @@ class _Request:
     load: Load = IDLE
     tokenize_ms: float = 0.0
     began: float = 0.0
-    reused: Mapping[int, int] = dataclasses.field(default_factory=lambda: _NONE)
+    reused: Mapping[int, int] = _NONE
 
     def spent_ms(self) -> float:
         """Time since the request came."""
@@ -188,7 +187,7 @@ class Planner:
         answers = max(1, answer_tokens)
         request = _Request(
             objective=objective, answer_tokens=answers, load=load, began=began, reused=reused,
-            whole=whole_cost(self._profile, len(prompt.ids), answers, tokenize_ms=tokenize_ms),
+            whole=expected_cost(self._profile, WHOLE, len(prompt.ids), answers, planning_ms=tokenize_ms),
             tokenize_ms=tokenize_ms,
         )  # fmt: skip
         *higher, least = self._factors()
@@ -214,7 +213,7 @@ class Planner:
         """
         answers, factors, missed = max(1, answer_tokens), self._factors()[-1], []
         for tokens in self._profile.tokens:
-            whole = whole_cost(self._profile, tokens, answers)
+            whole = expected_cost(self._profile, WHOLE, tokens, answers)
             request = _Request(objective=objective, answer_tokens=answers, whole=whole)
             choices = [self._excess(request, factors, [tokens], 0.0)]
             if self._proposer is not None:
@@ -386,16 +385,14 @@ def level_of_turn(
     return nearest
 
 
-def unmet(
-    planner: Planner, objectives: Iterable[Objective] = SLOS, *, answer_tokens: int = DEFAULT_MAX_TOKENS
-) -> dict[Objective, tuple[int, ...]]:
+def unmet(planner: Planner, objectives: Iterable[Objective] = SLOS) -> dict[Objective, tuple[int, ...]]:
     """The objectives that no choice meets at some profiled prompt lengths, with those lengths (see
     `Planner.lengths_missed`).
 
     A short prompt is prefilled in one chunk, whose time hardly depends on the level: it may miss an objective
     that longer prompts meet.
     """
-    missed = {each: planner.lengths_missed(each, answer_tokens=answer_tokens) for each in objectives}
+    missed = {each: planner.lengths_missed(each, answer_tokens=DEFAULT_MAX_TOKENS) for each in objectives}
     return {each: lengths for each, lengths in missed.items() if lengths}
 
 

@@ -127,10 +127,8 @@ class DeviceProfile:
         """Whether integer prefill of `tokens` is faster than float prefill; False if unknown."""
         if self.prefill is None or level not in self.levels:
             return False
-        integers, floats = (
-            self._of_chunks(np.array(rows), (level,), (tokens,))[0, 0]
-            for rows in (self.prefill.integer_ms, self.prefill.float_ms)
-        )
+        both = (np.array(rows) for rows in (self.prefill.integer_ms, self.prefill.float_ms))
+        integers, floats = (self._of_chunks(rows, (level,), (tokens,))[0, 0] for rows in both)
         return bool(integers < floats)
 
     def ttfts(self, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
@@ -155,9 +153,9 @@ class DeviceProfile:
     def completed_by(self, earlier: "DeviceProfile | None") -> "DeviceProfile":
         """This profile, completed by an earlier one of the same engine: levels that were not measured again,
         and energy if the earlier one has it for all levels."""
-        if earlier is None or (earlier.tokens, earlier.chunk_tokens) != (self.tokens, self.chunk_tokens):
+        if earlier is None or earlier.coarse:
             return self
-        if earlier.coarse:
+        if (earlier.tokens, earlier.chunk_tokens) != (self.tokens, self.chunk_tokens):
             return self
         levels = tuple(sorted({*self.levels, *earlier.levels}))
 
@@ -166,18 +164,14 @@ class DeviceProfile:
             by_level |= dict(zip(self.levels, getattr(self, name), strict=True))
             return tuple(by_level[level] for level in levels)
 
-        energy = self.energy
-        if energy is None and earlier.energy is not None and earlier.levels == levels:
-            energy = earlier.energy
+        both = [each for each in (self, earlier) if each.levels == levels]
         return dataclasses.replace(
             self,
             levels=levels,
             ttft_ms=rows("ttft_ms"),
             tpot_ms=rows("tpot_ms"),
-            energy=energy,
-            prefill=next(
-                (each.prefill for each in (self, earlier) if each.prefill and each.levels == levels), None
-            ),
+            energy=next((each.energy for each in (self, *both) if each.energy), None),
+            prefill=next((each.prefill for each in both if each.prefill), None),
         )
 
     @functools.cached_property
@@ -229,21 +223,19 @@ class DeviceProfile:
           ConfigError: a key is unknown or missing, or a value is out of range.
         """
         try:
-            energy, prefill = data.get("energy"), data.get("prefill")
-            names = ("levels", "tokens", "chunk_tokens")
-            fields: dict[str, Any] = {name: tuple(data[name]) for name in names}
-            fields |= {name: tuple(map(tuple, data[name])) for name in ("ttft_ms", "tpot_ms")}
-            return cls(
-                **fields,
-                energy=None if energy is None else Energy(**{k: tuple(v) for k, v in energy.items()}),
-                prefill=None
-                if prefill is None
-                else PrefillTimes(**{k: tuple(map(tuple, v)) for k, v in prefill.items()}),
-                exact_chunks=data["exact_chunks"] is True,
-                coarse=data.get("coarse") is True,
-            )
+            fields = _tuples(data)
+            for name, kind in (("energy", Energy), ("prefill", PrefillTimes)):
+                fields[name] = None if fields[name] is None else kind(**fields[name])
+            return cls(**fields)
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"malformed device profile: {error!r:.200}") from error
+
+
+def _tuples(data: Any) -> Any:
+    """Plain data with tuples in place of lists."""
+    if isinstance(data, Mapping):
+        return {name: _tuples(each) for name, each in data.items()}
+    return tuple(map(_tuples, data)) if isinstance(data, list) else data
 
 
 def check_energy(energy: Energy, levels: int) -> None:

@@ -2,8 +2,6 @@
 lengths; or coarsely, in seconds instead of minutes. A service measures once and stores the profile."""
 
 import dataclasses
-import hashlib
-import json
 import random
 import statistics
 import time
@@ -41,7 +39,7 @@ def profile_path(bundle: "Bundle", options: "EngineOptions") -> Path:
     """The path of the profile of a bundle on this device, with these resolved options."""
     # Imported here: devices that only run exported programs have no JAX.
     from jaxllm.kernels import native
-    from jaxllm.serving.buckets.store import compiled_options, environment_facts
+    from jaxllm.serving.buckets.store import compiled_options, digest_of, environment_facts
 
     facts = {
         "version": _VERSION,
@@ -51,8 +49,7 @@ def profile_path(bundle: "Bundle", options: "EngineOptions") -> Path:
         # The allowed loss changes no time.
         "prefill": dataclasses.asdict(options.prefill) | {"most_loss": None},
     }
-    key = hashlib.sha256(json.dumps([bundle.fingerprint, facts], sort_keys=True).encode()).hexdigest()[:32]
-    return cache_folder() / "profiles" / f"{key}.json"
+    return cache_folder() / "profiles" / f"{digest_of([bundle.fingerprint, facts])[:32]}.json"
 
 
 def known_profile(
@@ -113,7 +110,7 @@ def measure_coarsely(
         if progress is not None:
             progress("profile", len(measured), len(lengths))
     # [times, levels, lengths]
-    known = np.array(measured).transpose(2, 1, 0)
+    known = np.array(measured).T
     ttft_ms, tpot_ms = (
         np.array([np.interp(engine.levels, ends, column) for column in monotonic(rows).T]).T for rows in known
     )
@@ -254,17 +251,13 @@ def measure_prefill(
                 times[mode, level, length].append(1000 * (time.perf_counter() - began))
             if progress is not None:
                 progress("profile", (number + 1) * len(cases) + done + 1, (repeats + 1) * len(cases))
-    integer_ms, float_ms = (
-        [
-            [
-                statistics.median(times[mode, level, length] or times["float", level, length])
-                for length in lengths
-            ]
-            for level in engine.levels
-        ]
-        for mode in _MODES
-    )
-    return PrefillTimes(integer_ms=_rows(monotonic(integer_ms)), float_ms=_rows(monotonic(float_ms)))
+
+    def medians(mode: str) -> Rows:
+        cases = [[(level, length) for length in lengths] for level in engine.levels]
+        found = [[times[mode, *case] or times["float", *case] for case in row] for row in cases]
+        return _rows(monotonic([[statistics.median(each) for each in row] for row in found]))
+
+    return PrefillTimes(integer_ms=medians("int8"), float_ms=medians("float"))
 
 
 def timed_run(engine: Engine, level: int, length: int, draw: random.Random) -> Answer:

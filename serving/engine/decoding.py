@@ -76,16 +76,13 @@ class Drafts(Decoding):
     Attributes:
       counts: drafts and verifications so far.
       drafter: source of the drafts; its memory can be reclaimed while it does not draft.
+      payoff: times per token with drafts and without.
     """
 
     options: SpeculationOptions
     counts: Any
     drafter: Any
-
-    @property
-    def payoff(self) -> Any:
-        """Times per token with drafts and without."""
-        raise NotImplementedError
+    payoff: Any
 
     def of(self, source: tuple[int, ...]) -> Decoding:
         """Decodes the answer to one source of an encoder-decoder."""

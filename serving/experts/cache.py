@@ -70,7 +70,6 @@ class ExpertCounts:
       visits: number of requested experts.
       hits: visits of experts with all required planes resident.
       foreseen: hits of experts of which a plane was prefetched and not visited before.
-      late: visits of experts whose read had begun.
       guesses: planes whose prefetch began.
       read_bytes: bytes read from storage.
       low_bytes: the part for low planes of nested experts.
@@ -83,7 +82,6 @@ class ExpertCounts:
     visits: int = 0
     hits: int = 0
     foreseen: int = 0
-    late: int = 0
     guesses: int = 0
     read_bytes: int = 0
     low_bytes: int = 0
@@ -130,6 +128,8 @@ class ExpertCache:
     Attributes:
       counts: see `ExpertCounts`.
       regions: the memory of all planes.
+      budget_bytes: memory limit of planes that are resident or being read.
+      taken_bytes: bytes of planes that are resident or being read.
     """
 
     def __init__(
@@ -151,10 +151,10 @@ class ExpertCache:
           frequency: `[L_sparse, E]`, visits in a calibration text.
         """
         self.counts, self.regions = ExpertCounts(), Regions(store)
-        self._store, self._reader, self._budget, self._policy = store, reader, budget_bytes, policy
+        self.budget_bytes, self.taken_bytes = budget_bytes, 0
+        self._store, self._reader, self._policy = store, reader, policy
         self._usage = Usage(frequency, store.planes, store.of_encoder)
         self._slots: dict[PlaneKey, Slot] = {}
-        self._taken_bytes = 0
         # Planes in the order in which they are read.
         self._wanted, self._guesses = list[PlaneKey](), list[PlaneKey]()
         self._lock = threading.RLock()
@@ -188,22 +188,23 @@ class ExpertCache:
         Raises:
           CheckpointError: a plane cannot be read, or is corrupt.
         """
-        waiting = self._ask(layer, needs, guesses, together=together)
-        ready = [expert for expert in needs if expert not in waiting]
-        begun = self._to_begin(waiting) if together else []
+        planes = {expert: self._store.planes_of((layer, expert), count) for expert, count in needs.items()}
+        waiting = self._ask(layer, planes, guesses, together=together)
+        ready = [expert for expert in planes if expert not in waiting]
+        begun = self._pin_high(waiting) if together else []
         try:
             while True:
+                high = [(layer, expert, 0) for expert in begun]
                 if ready or begun:
                     yield Arrived(ready, begun)
-                    used = [plane for expert in ready for plane in self._needed(layer, expert, needs)]
-                    self._release([*used, *((layer, expert, 0) for expert in begun)])
+                    self._release([*(key for expert in ready for key in planes[expert]), *high])
                 if not waiting:
                     return
                 ready, begun = self._await(waiting, together=together), []
         finally:
             with self._lock:
                 self._wanted = []
-                for key in [plane for expert in needs for plane in self._needed(layer, expert, needs)]:
+                for key in itertools.chain(*planes.values()):
                     slot = self._slots.get(key)
                     if slot is None:
                         continue
@@ -219,16 +220,6 @@ class ExpertCache:
             self._guesses = list(guesses)
             self._wake()
 
-    @property
-    def budget_bytes(self) -> int:
-        """Memory limit of planes that are resident or being read."""
-        return self._budget
-
-    @property
-    def taken_bytes(self) -> int:
-        """Bytes of planes that are resident or being read."""
-        return self._taken_bytes
-
     def resize(self, budget_bytes: int) -> None:
         """Sets the memory limit, and evicts planes beyond it. Planes being read or computed stay until they
         are replaced.
@@ -243,8 +234,8 @@ class ExpertCache:
                 f"layer take {least:,}; give more"
             )
         with self._lock:
-            self._budget = budget_bytes
-            while self._taken_bytes > budget_bytes:
+            self.budget_bytes = budget_bytes
+            while self.taken_bytes > budget_bytes:
                 evicted = self._victim(None, demanded=True)
                 if evicted is None:
                     return
@@ -263,14 +254,16 @@ class ExpertCache:
 
     # -- layers ----------------------------------------------------------------------------------
 
-    def _needed(self, layer: int, expert: int, needs: Mapping[int, int]) -> list[PlaneKey]:
-        return self._store.planes_of((layer, expert), needs[expert])
-
     def _ask(
-        self, layer: int, needs: Mapping[int, int], guesses: Sequence[PlaneKey], *, together: bool
+        self,
+        layer: int,
+        planes: Mapping[int, list[PlaneKey]],
+        guesses: Sequence[PlaneKey],
+        *,
+        together: bool,
     ) -> dict[int, list[PlaneKey]]:
-        """Requests experts and pins resident ones; returns those with missing planes, with all of their
-        required planes."""
+        """Requests experts by their required planes, and pins resident ones; returns those with missing
+        planes."""
         with self._lock:
             if not self._threads:
                 self._threads = [
@@ -279,17 +272,15 @@ class ExpertCache:
                 for thread in self._threads:
                     thread.start()
             coming: dict[int, list[PlaneKey]] = {}
-            planes = {expert: self._needed(layer, expert, needs) for expert in needs}
             self._usage.visited(layer, planes.values())
             for expert, own in planes.items():
                 slots = [self._slots.get(key) for key in own]
-                if all(slot is not None and slot.there for slot in slots):
+                if all(slot is not None and slot.usable for slot in slots):
                     self.counts.foreseen += any(slot is not None and slot.guessed for slot in slots)
                     for slot in filter(None, slots):
                         slot.pinned = True
                 else:
                     coming[expert] = own
-                    self.counts.late += any(slot is not None for slot in slots)
                 for slot in filter(None, slots):
                     slot.guessed = False
                 self.counts.high_alone += len(own) < len(self._store[layer, expert].planes)
@@ -307,13 +298,13 @@ class ExpertCache:
         if any(key not in self._slots or self._slots[key].unread for key in (*self._wanted, *self._guesses)):
             self._work.notify(_THREADS)
 
-    def _to_begin(self, waiting: Mapping[int, list[PlaneKey]]) -> list[int]:
+    def _pin_high(self, waiting: Mapping[int, list[PlaneKey]]) -> list[int]:
         """Pins the high planes of experts that only wait for their low one."""
         found = []
         with self._lock:
             for expert, planes in waiting.items():
                 high = self._slots.get(planes[0])
-                if len(planes) > 1 and high is not None and high.there:
+                if len(planes) > 1 and high is not None and high.usable:
                     high.pinned = True
                     found.append(expert)
         return found
@@ -330,7 +321,7 @@ class ExpertCache:
 
         def complete(planes: list[PlaneKey]) -> bool:
             slots = [self._slots.get(key) for key in planes]
-            return all(slot is not None and slot.there and not slot.in_flight for slot in slots)
+            return all(slot is not None and slot.usable and not slot.in_flight for slot in slots)
 
         def came() -> bool:
             return any(failed()) or (all if together else any)(map(complete, waiting.values()))
@@ -447,12 +438,12 @@ class ExpertCache:
     def _make_slot(self, key: PlaneKey, *, demanded: bool) -> Slot | None:
         """Allocates memory for a plane, evicting others; None if there is no room."""
         stored = self._store.plane(key)
-        while self._taken_bytes + stored.memory_bytes > self._budget:
+        while self.taken_bytes + stored.memory_bytes > self.budget_bytes:
             evicted = self._victim(key, demanded=demanded)
             if evicted is None:
                 return None
             self._drop(evicted)
-        self._taken_bytes += stored.memory_bytes
+        self.taken_bytes += stored.memory_bytes
         blocks = collections.deque(_blocks(stored.segment.size_bytes))
         slot = self._slots[key] = Slot(self.regions.memory(key), blocks, guessed=not demanded)
         self.counts.guesses += not demanded
@@ -488,7 +479,7 @@ class ExpertCache:
 
     def _drop(self, key: PlaneKey) -> None:
         del self._slots[key]
-        self._taken_bytes -= self._store.plane(key).memory_bytes
+        self.taken_bytes -= self._store.plane(key).memory_bytes
         self.regions.free(key)
 
 

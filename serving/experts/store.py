@@ -105,11 +105,6 @@ class ExpertStore:
         return self._stored[key]
 
     @functools.cached_property
-    def widths(self) -> tuple[int, ...]:
-        """The bitwidths of all experts, ascending."""
-        return tuple(sorted({each.bits for each in self._stored.values()}))
-
-    @functools.cached_property
     def forms(self) -> tuple[str, ...]:
         """The forms of all experts."""
         return tuple(sorted({each.form for each in self._stored.values()}))
@@ -186,32 +181,13 @@ class ExpertStore:
         )
 
 
-class Region:
-    """Address space of one plane, never reused for another; it has memory while the plane is resident.
-
-    So the same JAX arrays, made once, are valid whenever the plane is resident.
-
-    Attributes:
-      memory: uint8, page-aligned.
-    """
-
-    def __init__(self, size: int) -> None:
-        self._mapping = mmap.mmap(-1, size)
-        self.memory = np.frombuffer(self._mapping, np.uint8)
-
-    @property
-    def lasting(self) -> bool:
-        """Whether the system can free the memory and keep the address space."""
-        return hasattr(mmap, "MADV_DONTNEED")
-
-    def free(self) -> None:
-        """Frees the memory."""
-        if self.lasting:
-            self._mapping.madvise(mmap.MADV_DONTNEED)
+# Whether the system can free memory and keep its address space.
+_LASTING = hasattr(mmap, "MADV_DONTNEED")
 
 
 class Regions:
-    """The regions of all planes.
+    """The memory of all planes, each in its own address space, never reused for another: it has memory while
+    the plane is resident. So the same JAX arrays, made once, are valid whenever the plane is resident.
 
     Attributes:
       weight_table: weight table of all experts, a row per sparse layer (see `native_experts.stored_visits`);
@@ -221,26 +197,27 @@ class Regions:
     def __init__(self, store: ExpertStore) -> None:
         """Reserves address space if there is a weight table; memory is committed when planes are read."""
         self._store = store
-        self._regions: dict[PlaneKey, Region] = {}
+        self._mapped: dict[PlaneKey, tuple[mmap.mmap, np.ndarray]] = {}
         self._weights: dict[tuple[Key, int], dict[str, Weight]] = {}
         self.weight_table: WeightTable | None = None
         # The kernel that finds experts by address supports gated ones without biases.
         gated, biased = store.bundle.cfg.gated_ffn, store.bundle.cfg.expert_bias
-        if gated and not biased and store.in_blocks and hasattr(mmap, "MADV_DONTNEED"):
+        if gated and not biased and store.in_blocks and _LASTING:
             self.weight_table = WeightTable([self._row(layer) for layer in range(len(store.sparse))])
 
     def memory(self, key: PlaneKey) -> np.ndarray:
-        """The memory of a plane, uint8."""
-        if key not in self._regions:
-            self._regions[key] = Region(self._store.plane(key).memory_bytes)
-        return self._regions[key].memory
+        """The memory of a plane, uint8, page-aligned."""
+        if key not in self._mapped:
+            mapping = mmap.mmap(-1, self._store.plane(key).memory_bytes)
+            self._mapped[key] = mapping, np.frombuffer(mapping, np.uint8)
+        return self._mapped[key][1]
 
     def free(self, key: PlaneKey) -> None:
         """Frees the memory of a plane."""
-        region = self._regions[key]
-        region.free()
-        if not region.lasting:
-            del self._regions[key]
+        if _LASTING:
+            self._mapped[key][0].madvise(mmap.MADV_DONTNEED)
+        else:
+            del self._mapped[key]
             self._weights = {known: each for known, each in self._weights.items() if known[0] != key[:2]}
 
     def weights(self, key: Key, planes: int) -> dict[str, Weight]:
@@ -295,6 +272,6 @@ class Slot:
     pinned: bool = False
 
     @property
-    def there(self) -> bool:
+    def usable(self) -> bool:
         """Whether it can be computed with."""
         return self.ready and self.error is None

@@ -9,12 +9,12 @@ import numpy as np
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import read_path_counts, read_token_experts
 from jaxllm.errors import BudgetExceeded, BundleError
-from jaxllm.experts.prediction import eviction_policy
+from jaxllm.experts.prediction import POLICIES
 from jaxllm.experts.routing import high_alone
 from jaxllm.models.parameters import head_name
 from jaxllm.quant import Weight
 from jaxllm.serving.buckets.parts import HIGH, any_expert
-from jaxllm.serving.experts.cache import ExpertCache, ExpertCounts
+from jaxllm.serving.experts.cache import ExpertCache
 from jaxllm.serving.experts.predictors import Predictor, make_predictor
 from jaxllm.serving.experts.store import ExpertStore, PlaneKey, hot_bytes
 from jaxllm.serving.ground.expert_options import ExpertOptions
@@ -36,6 +36,7 @@ class ExpertWeights:
     Attributes:
       store: locates the experts.
       cache: the expert buffer.
+      counts: its counts.
       predictor: predictor of the next experts.
       options: options of eviction and prediction.
       head: the head as one piece.
@@ -92,15 +93,11 @@ class ExpertWeights:
             self.store,
             self._reader,
             budget_bytes=self.budget_bytes,
-            policy=eviction_policy(self.options.eviction),
+            policy=POLICIES[self.options.eviction],
             frequency=np.concatenate([of_encoder, _PRIOR_TOKENS * bundle.cfg.experts_per_token * alone]),
         )
+        self.counts = self.cache.counts
         self.predictor: Predictor = make_predictor(self.options.predictor, counts, read_token_experts(bundle))
-
-    @property
-    def counts(self) -> ExpertCounts:
-        """Counts of the expert buffer."""
-        return self.cache.counts
 
     @property
     def caching(self) -> str:
@@ -180,18 +177,14 @@ class ExpertWeights:
             worth = self.predictor.worthwhile(seen, chances, step)
             # Predict the required planes like the actual rule: by the probabilities of the chosen experts.
             alone = high_alone(chances[best[:choices]], self.options.loss)
-            layer = self.store.of_encoder + len(seen)
-            found += self._planes(layer, [expert for expert in best[:count] if worth[expert]], alone)
+            layer, experts = self.store.of_encoder + len(seen), [each for each in best[:count] if worth[each]]
+            # Experts after the chosen ones are predicted like the last of these.
+            needed = [1 if alone[min(place, len(alone) - 1)] else 2 for place in range(len(experts))]
+            pairs = zip(experts, needed, strict=True)
+            planes = [key for each, own in pairs for key in self.store.planes_of((layer, int(each)), own)]
+            found += sorted(planes, key=lambda key: key[2])
             seen.append(np.broadcast_to(best[:choices], (tokens, choices)))
         return found
-
-    def _planes(self, layer: int, experts: list[np.integer], alone: np.ndarray) -> list[PlaneKey]:
-        """The planes of predicted experts, most probable first. `alone` `[k]` bool marks which of the first
-        are computed with only high planes; later ones are if the last is."""
-        needed = [1 if alone[min(place, len(alone) - 1)] else 2 for place in range(len(experts))]
-        pairs = zip(experts, needed, strict=True)
-        planes = [key for expert, each in pairs for key in self.store.planes_of((layer, int(expert)), each)]
-        return sorted(planes, key=lambda key: key[2])
 
     def close(self) -> None:
         """Stops the threads and closes the file."""

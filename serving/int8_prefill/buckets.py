@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.elastic.ladder import part_of_sub_model
+from jaxllm.elastic.ladder import sub_model
 from jaxllm.int8_prefill.schedule import STAGE_PARAMETERS, STAGE_VALUES, Stage
 from jaxllm.int8_prefill.shadow import NARROW, OUT, PRODUCTS, PROJECT, WIDEN, FloatRows, product_sizes
 from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration, calibration_arrays
@@ -82,7 +82,7 @@ class IntegerStageBucket(Bucket):
         own = model.cfg.whole if counted else model.cfg
 
         def run(params: Params, calibration: LayerCalibration, *operands: Any) -> Any:
-            layer = IntegerLayer(part_of_sub_model(params, model.cfg), calibration, model.cfg, self.layer)
+            layer = IntegerLayer(sub_model(params, model.cfg), calibration, model.cfg, self.layer)
             return getattr(layer, self.stage)(*operands)
 
         every = calibration_shapes(own, self.layer, self.float_rows)

@@ -2,18 +2,18 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import queue
 import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.schedule import PROCESSORS, Dispatcher, Processor
-
-_END = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,12 +64,15 @@ class ProcessorPair:
         self.trace: Trace | None = None
         self._within = within
         self._answers: queue.Queue[Any] = queue.Queue()
-        self._workers = {name: _Worker(name, cores[name], self._answers) for name in PROCESSORS}
+        self._threads = {
+            name: ThreadPoolExecutor(1, f"{name} processor", _use_cores, (cores[name],))
+            for name in PROCESSORS
+        }
 
     def close(self) -> None:
         """Stops both threads."""
-        for worker in self._workers.values():
-            worker.close()
+        for thread in self._threads.values():
+            thread.shutdown()
 
     def timed(
         self, processor: Processor, work: Callable[[], Any], beside: Callable[[], Any] | None = None
@@ -92,11 +95,11 @@ class ProcessorPair:
 
         with self._within():
             if beside is not None:
-                (other,) = (each for each in PROCESSORS if each != processor)
-                self._workers[other].submit(1, keep_busy)
+                other: Processor = "float" if processor == "integer" else "integer"
+                self._submit(other, 1, keep_busy)
                 begun.wait()
             began = time.perf_counter()
-            self._workers[processor].submit(0, work)
+            self._submit(processor, 0, work)
             try:
                 spent_ms = self._answer(1 + (beside is not None))[2]
                 handover_ms = 1000 * (time.perf_counter() - began) - spent_ms
@@ -134,7 +137,7 @@ class ProcessorPair:
                 decisions.append(time.perf_counter() - asked)
                 free.remove(processor)
                 subgraph = dispatcher.subgraphs[index]
-                self._workers[processor].submit(index, lambda subgraph=subgraph: run(subgraph))
+                self._submit(processor, index, functools.partial(run, subgraph))
             if len(free) == len(PROCESSORS):
                 raise ConfigError("no subgraph can run, and some are left: they wait for each other")
             index, start, spent_ms = self._answer(len(PROCESSORS) - len(free))
@@ -143,6 +146,19 @@ class ProcessorPair:
             runs.append(SubgraphRun(index, start_ms, start_ms + spent_ms))
             dispatcher.finish(index)
         return Trace(tuple(runs), 1e6 * statistics.median(decisions))
+
+    def _submit(self, processor: Processor, index: int, work: Callable[[], Any]) -> None:
+        """Runs work on a processor's thread; its end is an answer."""
+
+        def run() -> None:
+            start, error = time.perf_counter(), None
+            try:
+                work()
+            except BaseException as problem:
+                error = problem
+            self._answers.put((index, start, 1000 * (time.perf_counter() - start), error))
+
+        self._threads[processor].submit(run)
 
     def _answer(self, running: int = 1) -> tuple[int, float, float]:
         """Waits for the next work to end: (index, start, milliseconds). If it failed, raises its error after
@@ -155,34 +171,10 @@ class ProcessorPair:
         return index, start, spent_ms
 
 
-class _Worker:
-    """A thread with its own cores that runs submitted work in order."""
-
-    def __init__(self, name: str, cores: Sequence[int], answers: queue.Queue[Any]) -> None:
-        self._tasks: queue.Queue[Any] = queue.Queue()
-        self._answers, self._cores = answers, cores
-        self._thread = threading.Thread(target=self._serve, name=f"{name} processor", daemon=True)
-        self._thread.start()
-
-    def submit(self, index: int, work: Callable[[], Any]) -> None:
-        self._tasks.put((index, work))
-
-    def close(self) -> None:
-        self._tasks.put(_END)
-        self._thread.join()
-
-    def _serve(self) -> None:
-        if self._cores:
-            # Applies only to the calling thread.
-            os.sched_setaffinity(0, self._cores)
-        while (task := self._tasks.get()) is not _END:
-            index, work = task
-            start, error = time.perf_counter(), None
-            try:
-                work()
-            except BaseException as problem:
-                error = problem
-            self._answers.put((index, start, 1000 * (time.perf_counter() - start), error))
+def _use_cores(cores: Sequence[int]) -> None:
+    """Moves the calling thread to some cores; none for any."""
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 def halved_cores() -> dict[Processor, Sequence[int]]:

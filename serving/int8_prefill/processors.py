@@ -10,7 +10,6 @@ JAX creates devices and threads once: call `prepare_processors` before JAX is us
 """
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -20,7 +19,7 @@ from jaxllm.int8_prefill.schedule import Processor
 from jaxllm.kernels import native
 from jaxllm.serving.ground.int8_prefill_options import IntegerDevice
 from jaxllm.serving.host.machine import Device
-from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair
+from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair, halved_cores
 
 
 def prepare_processors(integer: IntegerDevice = "cpu") -> None:
@@ -75,8 +74,7 @@ class TwoProcessors(ProcessorPair):
           ConfigError: there are no two devices (see `prepare_processors`), no two cores, or no GPU.
         """
         cpus = jax.devices("cpu")
-        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-        groups: dict[Processor, Sequence[int]] = {"integer": (), "float": ()}
+        cores: dict[Processor, Sequence[int]] = {"integer": (), "float": ()}
         self.both_are_cpus = integer == "cpu"
         if self.both_are_cpus:
             if len(cpus) < 2 or jax.config.read("jax_cpu_enable_async_dispatch"):
@@ -84,10 +82,9 @@ class TwoProcessors(ProcessorPair):
                     "two processors require two devices: call "
                     "jaxllm.serving.int8_prefill.processors.prepare_processors() before JAX is used"
                 )
-            if len(cores) < 2:
-                raise ConfigError(f"two processors require two cores, and this process may use {len(cores)}")
+            # One core each.
+            cores = {name: own[:1] for name, own in halved_cores().items()}
             self._devices: dict[Processor, Device] = {"integer": cpus[1], "float": cpus[0]}
-            groups = {"integer": cores[1:2], "float": cores[:1]}
         else:
             self._devices = {"integer": require_gpu(), "float": cpus[0]}
             if jax.devices()[0].platform != "cpu":
@@ -95,7 +92,7 @@ class TwoProcessors(ProcessorPair):
                     "next to a GPU the CPU runs everything else: call jaxllm.serving.int8_prefill.processors."
                     "prepare_processors('gpu') before JAX is used"
                 )
-        super().__init__(groups, self._own_threads)
+        super().__init__(cores, self._own_threads)
 
     def device(self, processor: Processor) -> Device:
         """The device of a processor's buckets and weights."""

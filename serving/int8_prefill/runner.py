@@ -7,7 +7,8 @@ chunk, or through stages of layers on two processors, all chunks together. Both 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.int8_prefill.schedule import (
+    STAGE_VALUES,
     Dispatcher,
     Processor,
     Stage,
@@ -30,7 +32,7 @@ from jaxllm.int8_prefill.schedule import (
 from jaxllm.int8_prefill.shadow import PRODUCTS, rooms
 from jaxllm.int8_prefill.subgraphs import LayerCalibration, calibration_arrays, can_be_addressed
 from jaxllm.kernels import native
-from jaxllm.kv.cache import KVCache
+from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.models.layer_stack import STACK, by_address
 from jaxllm.models.parameters import head_name
 from jaxllm.serving.buckets.bucket import Bucket
@@ -56,7 +58,6 @@ from jaxllm.serving.int8_prefill.buckets import (
 )
 from jaxllm.serving.int8_prefill.modes import PrefillMode, PrefillModes
 from jaxllm.serving.int8_prefill.processors import TwoProcessors
-from jaxllm.serving.int8_prefill.prompt_pass import PromptPass
 from jaxllm.serving.int8_prefill.subgraph_times import (
     ChunkPlanner,
     SubgraphTimes,
@@ -120,8 +121,92 @@ def placed_stages(whole: ModelLevel, modes: PrefillModes) -> Callable[[int, Stag
     )
 
 
+# Results of stages that several later ones use; others are dropped when they are used.
+_LASTING = ("out", "added", "block")
+
+
+class PromptPass:
+    """The state of a prompt between its subgraphs: layers' inputs, the cache, and intermediates of stages.
+
+    Independent subgraphs may run at the same time.
+
+    Attributes:
+      chunks: the positions of the tokens of each chunk.
+      x: per chunk, the input `[1, T, D]` of its current layer.
+      counts: per subgraph with shadows, the number of channels with outliers of each product.
+      cache: the cache as it is now; the caller sets its length.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        chunks: Sequence[TokenPositions],
+        inputs: Sequence[jax.Array],
+        cache: KVCache,
+    ) -> None:
+        """The state before the first layer.
+
+        Args:
+          call: `(subgraph, tokens of its chunk, capacity of the cache, *operands)` -> its results.
+          chunks: see the class.
+          inputs: per chunk, the first layer's input.
+          cache: cache of the preceding tokens; its arrays are donated.
+        """
+        self.chunks, self.x, self.cache = list(chunks), list(inputs), cache
+        self.counts: list[tuple[Subgraph, Any]] = []
+        self.capacity = cache.capacity_tokens
+        self._call = call
+        # Per chunk, the results of the stages of its current layer.
+        self._values: list[dict[str, Any]] = [{} for _ in chunks]
+        # Both processors append counts.
+        self._counting = threading.Lock()
+
+    def run(self, each: Subgraph) -> None:
+        """Runs one subgraph, after its dependencies (see `STAGE_VALUES`)."""
+        names, results = STAGE_VALUES[each.stage]
+        operands = [self._operand(each, name) for name in names]
+        found = self._call(each, self.x[each.chunk].shape[1], self.capacity, *operands)
+        values = dict(zip(results, found if len(results) > 1 else (found,), strict=True))
+        if "x" in values:
+            self.x[each.chunk] = values.pop("x")
+        if "past" in values:
+            past, mass = values.pop("past"), values.pop("mass")
+            self.cache = dataclasses.replace(self.cache.with_past(each.layer, past), mass=mass)
+        if (count := values.pop("count", None)) is not None:
+            with self._counting:
+                self.counts.append((each, count))
+        self._values[each.chunk] |= values
+
+    def repeated(self, each: Subgraph) -> Callable[[], None]:
+        """A function that runs a subgraph at each call, after its dependencies."""
+        values, x = self._values[each.chunk], self.x[each.chunk]
+        before = dict(values)
+
+        def once() -> None:
+            values.clear()
+            values.update(before)
+            self.x[each.chunk] = x
+            self.run(each)
+
+        return once
+
+    def _operand(self, each: Subgraph, name: str) -> Any:
+        if name == "x":
+            return self.x[each.chunk]
+        if name == "at":
+            return self.chunks[each.chunk]
+        if name == "past":
+            return self.cache.past(each.layer)
+        if name == "mass":
+            return self.cache.mass
+        values = self._values[each.chunk]
+        if name == "head_shadows":
+            # A layer without a shadow has none.
+            return values.pop(name, None)
+        return values[name] if name in _LASTING else values.pop(name)
+
+
 _TIMED_RUNS = 3
-_Case = tuple[int, Stage, int, int]
 
 
 def times_path(bundle: Bundle, options: EngineOptions) -> Path:
@@ -152,11 +237,12 @@ class Int8Prefill:
         # Layers, products and counts of chunks that are not in `shared.outliers` yet; the counts of a chunk's
         # layers may be one array.
         self._outliers: list[tuple[int, tuple[int, ...], Any]] = []
-        self._stage_buckets: dict[_Case, IntegerStageBucket] = {}
+        # (layer, stage, tokens of the chunk, capacity of the cache) -> the bucket of the stage.
+        self.stage_bucket = functools.cache(self._stage_bucket)
         self._ready_for: tuple[int, int] | None = None
         options = model.options
         self._planner = ChunkPlanner(
-            options.chunk_tokens, options.prefill.order, shared.measured, self.stage_bucket, self._subgraphs
+            options.chunk_tokens, options.prefill.order, shared.measured, self.stage_bucket, self.subgraphs
         )
 
     # -- which prompts ----------------------------------------------------------------------------
@@ -184,11 +270,8 @@ class Int8Prefill:
             return []
         if self.in_one_step:
             return [self._chunk_bucket(tokens, cache)]
-        found: list[Bucket] = [self._embed_bucket(tokens), *self._last_buckets(tokens)]
-        for layer, with_shadow in enumerate(self.calibration.shadowed):
-            stages = self._stages(with_shadow)
-            found += [self.stage_bucket(layer, stage, tokens, cache) for stage in stages]
-        return list(dict.fromkeys(found))
+        stages = [self.stage_bucket(each.layer, each.stage, tokens, cache) for each in self.subgraphs(1)]
+        return list(dict.fromkeys([self._embed_bucket(tokens), *self._last_buckets(tokens), *stages]))
 
     @property
     def in_one_step(self) -> bool:
@@ -206,18 +289,8 @@ class Int8Prefill:
             level=self.model.bucket_level,
         )
 
-    def _stages(self, shadowed: bool) -> tuple[Stage, ...]:
-        """The stages of a layer, with or without shadow."""
-        return ("layer",) if self.shared.processors is None else stages_of(shadowed)
-
-    def stage_bucket(self, layer: int, stage: Stage, tokens: int, cache: int) -> IntegerStageBucket:
-        """The bucket of a stage; layers of the same form share it."""
-        case = layer, stage, tokens, cache
-        if case not in self._stage_buckets:
-            self._stage_buckets[case] = self._stage_bucket(layer, stage, tokens, cache)
-        return self._stage_buckets[case]
-
     def _stage_bucket(self, layer: int, stage: Stage, tokens: int, cache: int) -> IntegerStageBucket:
+        """The bucket of a stage; layers of the same form share it."""
         shadowed = self.calibration.shadowed
         kinds = list(zip(self.model.alike, shadowed, strict=True))
         multiplied = shadow_products(stage, shadowed=shadowed[layer])
@@ -258,7 +331,7 @@ class Int8Prefill:
             whole = PrefillChunk(tokens=chunk, last=True, mode="int8")
             jax.block_until_ready(self.prefill(self.empty_cache(capacity), [0] * fed, 0, whole)[0])
         if self.shared.processors is not None:
-            self._time(self._chunk_cases())
+            self._planner.measure_missing(self._chunk_cases(), self.measure)
 
     def time_request(self, prompt_tokens: int, max_tokens: int) -> None:
         """Times the stages of one request's prompt if they are not timed yet; only on two processors."""
@@ -267,28 +340,12 @@ class Int8Prefill:
         options = self.model.options
         wanted = min(prompt_tokens + max_tokens, options.context_tokens)
         capacity = next(each for each in options.cache_tokens if each >= wanted)
-        plans = chunk_plans(prompt_tokens, options.chunk_tokens)
-        self._time((chunk, capacity) for chunk in sorted({each for plan in plans for each in plan}))
+        chunks = sorted(set(itertools.chain(*chunk_plans(prompt_tokens, options.chunk_tokens))))
+        self._planner.measure_missing([(chunk, capacity) for chunk in chunks], self.measure)
 
     def _chunk_cases(self) -> Iterator[tuple[int, int]]:
         """All pairs of chunk length and cache length."""
         return itertools.product(self.model.options.chunk_tokens, self.model.options.cache_tokens)
-
-    def _time(self, cases: Iterable[tuple[int, int]]) -> None:
-        """Times the stages of chunks and caches of these lengths if they are not timed, and writes the
-        times."""
-        missing = [
-            case for case in cases if any(each not in self.shared.measured for each in self._timed(*case))
-        ]
-        for case in missing:
-            self.measure(*case)
-        if missing:
-            self.shared.measured.keep()
-
-    def _timed(self, tokens: int, cache: int) -> Iterator[IntegerStageBucket]:
-        for layer, with_shadow in enumerate(self.calibration.shadowed):
-            for stage in self._stages(with_shadow):
-                yield self.stage_bucket(layer, stage, tokens, cache)
 
     def measure(self, tokens: int, capacity: int, runs: int = _TIMED_RUNS) -> None:
         """Times each kind of stage of a chunk on two processors, with the other one idle and busy.
@@ -308,7 +365,7 @@ class Int8Prefill:
         def bucket_of(each: Subgraph) -> IntegerStageBucket:
             return self.stage_bucket(each.layer, each.stage, tokens, capacity)
 
-        times, handover_ms = measured_times(self.shared.processors, begin, self.subgraphs, bucket_of, runs)
+        times, handover_ms = measured_times(self.shared.processors, begin, self.subgraphs(1), bucket_of, runs)
         self.shared.measured.put(times, handover_ms)
         self._planner.chosen.clear()
 
@@ -332,13 +389,12 @@ class Int8Prefill:
             return self._prefill_in_one_step(cache, tokens, at, chunk)
         lengths = [chunk.tokens] if self.shared.processors is None else None
         prompt = self.begin(cache, tokens, at, lengths)
-        subgraphs = self.subgraphs(prompt)
+        subgraphs = self.subgraphs(len(prompt.chunks))
         if self.shared.processors is None:
             for each in subgraphs:
                 prompt.run(each)
         else:
-            order = self.model.options.prefill.order
-            dispatcher = Dispatcher(subgraphs, self.times(prompt), order)
+            dispatcher = Dispatcher(subgraphs, self.times(prompt), self.model.options.prefill.order)
             self.shared.processors.run(dispatcher, prompt.run)
         for each, counts in prompt.counts:
             self._outliers.append((each.layer, shadow_products(each.stage, shadowed=True), counts))
@@ -357,21 +413,17 @@ class Int8Prefill:
         row, valid = padded(tokens, chunk.tokens)
         cache = dataclasses.replace(cache, length=np.int32(at))
         logits, counts, cache = compiled(self._addressed, row, np.int32(valid), np.bool_(chunk.last), cache)
-        every = tuple(range(len(PRODUCTS)))
-        self._outliers += [
-            (layer, every, counts) for layer, has in enumerate(self.calibration.shadowed) if has
-        ]
+        every, shadowed = tuple(range(len(PRODUCTS))), np.flatnonzero(self.calibration.shadowed)
+        self._outliers += [(layer, every, counts) for layer in shadowed.tolist()]
         if not chunk.last:
             return None, cache
         self._count_outliers()
         return logits, cache
 
-    def subgraphs(self, prompt: PromptPass) -> tuple[Subgraph, ...]:
-        """The subgraphs of a prompt."""
-        return self._subgraphs(len(prompt.chunks))
-
-    def _subgraphs(self, chunks: int) -> tuple[Subgraph, ...]:
-        return prompt_subgraphs(chunks, self.calibration.shadowed, self.shared.placed, self._stages)
+    def subgraphs(self, chunks: int) -> tuple[Subgraph, ...]:
+        """The subgraphs of a prompt of so many chunks."""
+        stages = (lambda shadowed: ("layer",)) if self.shared.processors is None else stages_of
+        return prompt_subgraphs(chunks, self.calibration.shadowed, self.shared.placed, stages)
 
     def times(self, prompt: PromptPass, *, shared: bool = False) -> Times:
         """A function for the measured times of a prompt's subgraphs in milliseconds: with the other processor
@@ -437,29 +489,24 @@ class Int8Prefill:
         if self.in_one_step:
             beside = [calibration_arrays(each) for each in self._known]
             self._addressed = by_address(model.weights, model.bucket_cfg, beside)
-        self._kept: dict[_Case, tuple[IntegerStageBucket, tuple[Any, LayerCalibration]]] = {}
-        self._placed_weights: dict[tuple[int, Stage, str], tuple[Any, LayerCalibration]] = {}
+        self._placed: dict[tuple[int, Stage, str], tuple[Any, LayerCalibration]] = {}
         self._ready_for = model.weights_version
 
     def _operands(
         self, layer: int, stage: Stage, tokens: int, capacity: int
     ) -> tuple[IntegerStageBucket, tuple[Any, LayerCalibration]]:
         """The bucket of a stage, its weights and its calibration."""
-        case = layer, stage, tokens, capacity
-        if case not in self._kept:
-            bucket = self.stage_bucket(*case)
-            # One copy per device, for all chunk and cache lengths.
-            key = layer, stage, bucket.device
-            if key not in self._placed_weights:
-                known = known_to(self._known[layer], stage, shadowed=bucket.shadowed)
-                addresses = takes_addresses(stage, self.model.cfg)
-                own = self.model.params if addresses else self.model.weights
-                weights = stage_params(own, layer, bucket.layer, stage)
-                weights = weights if bucket.blocks else without_blocks(weights)
-                device = _device(bucket)
-                self._placed_weights[key] = _put(weights, device), _put(known, device)
-            self._kept[case] = bucket, self._placed_weights[key]
-        return self._kept[case]
+        bucket = self.stage_bucket(layer, stage, tokens, capacity)
+        # One copy per device, for all chunk and cache lengths.
+        key = layer, stage, bucket.device
+        if key not in self._placed:
+            known = known_to(self._known[layer], stage, shadowed=bucket.shadowed)
+            own = self.model.params if takes_addresses(stage, self.model.cfg) else self.model.weights
+            weights = stage_params(own, layer, bucket.layer, stage)
+            weights = weights if bucket.blocks else without_blocks(weights)
+            device = _device(bucket)
+            self._placed[key] = _put(weights, device), _put(known, device)
+        return bucket, self._placed[key]
 
 
 def _device(bucket: IntegerStageBucket) -> Device:

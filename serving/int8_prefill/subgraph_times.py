@@ -44,6 +44,11 @@ class SubgraphTime:
     alone: tuple[float, float]
     shared: tuple[float, float]
 
+    def __post_init__(self) -> None:
+        if len(self.alone) != 2 or len(self.shared) != 2:
+            raise ValueError("a time is not a pair")
+        _require_milliseconds(*self.alone, *self.shared)
+
 
 class SubgraphTimes(dict[StageKey, SubgraphTime]):
     """Times of subgraphs, by their buckets or programs.
@@ -93,8 +98,8 @@ class SubgraphTimes(dict[StageKey, SubgraphTime]):
             facts = json.loads(raw) if len(raw) <= _MAX_FILE_BYTES else {}
             if facts["version"] != _VERSION:
                 return
-            times = dict(map(self._row, facts["times"]))
-            (handover_ms,) = _milliseconds([facts["handover_ms"]])
+            times, handover_ms = dict(map(self._row, facts["times"])), facts["handover_ms"]
+            _require_milliseconds(handover_ms)
         except FileNotFoundError:
             return
         except (OSError, ConfigError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -104,16 +109,14 @@ class SubgraphTimes(dict[StageKey, SubgraphTime]):
 
     def _row(self, row: Mapping[str, Any]) -> tuple[StageKey, SubgraphTime]:
         named = dict(row)
-        alone, shared = _milliseconds(named.pop("alone")), _milliseconds(named.pop("shared"))
-        if len(alone) != 2 or len(shared) != 2:
-            raise ValueError("a time is not a pair")
-        return self._key(**named), SubgraphTime(alone=(alone[0], alone[1]), shared=(shared[0], shared[1]))
+        alone, shared = tuple(named.pop("alone")), tuple(named.pop("shared"))
+        return self._key(**named), SubgraphTime(alone=alone, shared=shared)
 
 
 def measured_times(
     processors: ProcessorPair,
     begin: Callable[[bool], Any],
-    subgraphs_of: Callable[[Any], Sequence[Subgraph]],
+    subgraphs: Sequence[Subgraph],
     bucket_of: Callable[[Subgraph], StageKey],
     runs: int,
 ) -> tuple[dict[StageKey, SubgraphTime], float]:
@@ -123,7 +126,7 @@ def measured_times(
       processors: idle processors.
       begin: (full) -> a chunk before its first layer, in an empty cache or at the end of a full one, with
         `run` and `repeated` as `PromptPass` has them.
-      subgraphs_of: returns the subgraphs of a chunk.
+      subgraphs: subgraphs of a chunk.
       bucket_of: returns the bucket of a subgraph.
       runs: number of runs of all layers in each case, for medians.
 
@@ -134,8 +137,8 @@ def measured_times(
     handovers: list[float] = []
     for _, full, busy in itertools.product(range(runs), (False, True), (False, True)):
         prompt = begin(full)
-        besides = _work_of_each(processors, begin(full), subgraphs_of) if busy else {}
-        for each in subgraphs_of(prompt):
+        besides = _work_of_each(processors, begin(full), subgraphs) if busy else {}
+        for each in subgraphs:
             work = functools.partial(prompt.run, each)
             beside = besides.get("float" if each.processor == "integer" else "integer")
             spent_ms, handover_ms = processors.timed(each.processor, work, beside)
@@ -153,11 +156,11 @@ def measured_times(
 
 
 def _work_of_each(
-    processors: ProcessorPair, prompt: Any, subgraphs_of: Callable[[Any], Sequence[Subgraph]]
+    processors: ProcessorPair, prompt: Any, subgraphs: Sequence[Subgraph]
 ) -> dict[Processor, Callable[[], None]]:
     """Work that keeps each processor busy: its subgraphs of the first layer in turn, as in a prompt."""
     found: dict[Processor, list[Callable[[], None]]] = {each: [] for each in PROCESSORS}
-    for each in subgraphs_of(prompt):
+    for each in subgraphs:
         if each.layer and all(found.values()):
             break
         found[each.processor].append(prompt.repeated(each))
@@ -170,11 +173,9 @@ def _work_of_each(
     return {processor: in_turn(work) for processor, work in found.items() if work}
 
 
-def _milliseconds(values: Iterable[Any]) -> list[float]:
-    found = list(values)
-    if not all(type(each) in (int, float) and math.isfinite(each) and each >= 0 for each in found):
+def _require_milliseconds(*values: Any) -> None:
+    if not all(type(each) in (int, float) and 0 <= each < math.inf for each in values):
         raise ValueError("a time is not a number of milliseconds")
-    return [float(each) for each in found]
 
 
 # Lengths of a prompt's chunks.
@@ -233,8 +234,7 @@ class ChunkPlanner:
 
     def times(self, chunks: Sequence[tuple[int, int]], capacity: int, *, shared: bool = False) -> Times:
         """A function for the measured times of subgraphs in milliseconds: with the other processor idle, or
-        busy
-        if `shared`; 1 for unmeasured ones. `chunks` are lengths and positions."""
+        busy if `shared`; 1 for unmeasured ones. `chunks` are lengths and positions."""
 
         def time_of(each: Subgraph) -> float:
             length, at = chunks[each.chunk]
@@ -247,6 +247,15 @@ class ChunkPlanner:
             return empty + (full - empty) * min(1.0, at / max(1, capacity - length))
 
         return time_of
+
+    def measure_missing(self, cases: Iterable[tuple[int, int]], measure: Callable[[int, int], None]) -> None:
+        """Measures the stages of chunks and caches of some lengths that have no times yet, by `measure`, and
+        caches the times for later processes."""
+        missing = [case for case in cases if not self._timed({case[0]}, case[1])]
+        for case in missing:
+            measure(*case)
+        if missing:
+            self.measured.keep()
 
     def _timed(self, lengths: set[int], capacity: int) -> bool:
         return all(

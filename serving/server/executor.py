@@ -18,9 +18,10 @@ from concurrent.futures import Future
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
+from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.models.features import room_refusal
-from jaxllm.serving.elastic.objectives import whole_cost
+from jaxllm.serving.elastic.objectives import expected_cost
 from jaxllm.serving.elastic.planned_service import PlannedService
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.run import Run
@@ -139,7 +140,7 @@ class Executor:
                 tokenizer, call.prompt, call.config.task, shorten=bool(call.shorten)
             )
             engine.request(prompt.ids.tolist(), call.config, rows=rows).require_served_by(engine.runner)
-            whole = whole_cost(self.service.profile, len(prompt.ids), call.config.max_tokens)
+            whole = expected_cost(self.service.profile, WHOLE, len(prompt.ids), call.config.max_tokens)
             job.encoded(prompt, whole, rows)
         with self._wake:
             self._require_room(call.app)

@@ -387,7 +387,8 @@ def holdings(service: LLMService) -> list[Holding]:
                 limit=lambda: chunks.budget_bytes,
             )
         )  # fmt: skip
-    if (speculation := engine.speculation) is not None and (drafts := speculation.drafter.memory) is not None:
+    if (speculation := engine.speculation) is not None and speculation.drafter.most_bytes:
+        drafts = speculation.drafter
 
         def draft(limit_bytes: int) -> None:
             with engine.runner.lock:

@@ -1,6 +1,5 @@
 """The protocol of drafters."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -9,7 +8,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.speculation.costs import DraftTimes
-from jaxllm.speculation.token_tree import TokenTree
+from jaxllm.speculation.token_tree import Growing, TokenTree
 
 if TYPE_CHECKING:
     from jaxllm.bundle import Bundle
@@ -47,68 +46,32 @@ class Target(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Growing:
-    """Rule that ends the growth of a tree.
-
-    Attributes:
-      alpha: minimum confidence of a branch to grow.
-      most: sufficient number of nodes.
-      temperature: temperature of the target's sampler; 0 is greedy.
-      run, branch, free_runs: see `jaxllm.speculation.token_tree.Worth`.
-      depth: maximum depth of a node, by the number of wanted tokens.
-      stop_ids: tokens that end a branch, padded as for `Decoding.decode`; empty for none.
-    """
-
-    alpha: float
-    most: int
-    temperature: float = 0.0
-    run: float = 0.0
-    branch: float = 0.0
-    free_runs: int = 0
-    depth: int = 1 << 30
-    stop_ids: tuple[int, ...] = ()
-
-
-class DrafterMemory(Protocol):
-    """Memory of a drafter that can be released while it does not draft.
-
-    Attributes:
-      size_bytes: current size.
-      most_bytes: maximum size.
-    """
-
-    @property
-    def size_bytes(self) -> int: ...  # noqa: D102
-
-    @property
-    def most_bytes(self) -> int: ...  # noqa: D102
-
-    def release(self) -> None:
-        """Releases all of it; the next tree allocates it again."""
-        ...
-
-
 class Drafter(Protocol):
-    """Proposes continuations of a sequence, as a token tree on the host.
+    """Proposes continuations of a sequence, as a token tree on the host. A class that inherits from it only
+    defines what differs from a drafter of negligible memory, without buckets and steps.
 
     Attributes:
       times: measured times.
-      memory: memory of its weights and caches; None if negligible.
+      most_bytes: maximum size of the weights and caches that can be released while it does not draft; 0 if
+        negligible.
     """
 
     times: DraftTimes
+    most_bytes: int = 0
 
     @property
-    def memory(self) -> DrafterMemory | None: ...  # noqa: D102
+    def size_bytes(self) -> int:
+        """Current size of its weights and caches."""
+        return 0
+
+    def release(self) -> None:
+        """Releases its weights and caches; the next tree allocates them again."""
 
     def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
         """Compiles all buckets for drafting, or those for a request of so many tokens."""
-        ...
 
     def read(self, source: tuple[int, ...]) -> None:
         """Sets the source of the next sequences; empty for decoder-only models, whose prompt is in them."""
-        ...
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """Grows a tree after `sequence`, whose root is the next token `root`; only the root if it proposes
@@ -128,11 +91,10 @@ class Drafter(Protocol):
 
     def step(self) -> bool:
         """Grows the last tree by one step, as if all of it were accepted; returns whether it could."""
-        ...
+        return False
 
     def follow(self, path: Sequence[int], token: int) -> None:
         """Follows the accepted nodes `path` of the last tree, and the target's next `token`."""
-        ...
 
 
 def require_same_kind(

@@ -14,9 +14,9 @@ from jaxllm.serving.ground.speculation_options import TreeShape
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 from jaxllm.serving.runners.resident import ResidentRunner
 from jaxllm.serving.speculation.costs import DraftTimes, SizeCost, running_mean
-from jaxllm.serving.speculation.drafter import Growing
 from jaxllm.serving.weights.model_level import AnyBucket
-from jaxllm.speculation.tree import Calibration, TokenTree, outcomes
+from jaxllm.speculation.token_tree import Growing, TokenTree
+from jaxllm.speculation.tree import Calibration, outcomes
 from jaxllm.steps.trees import DraftEnd
 
 Nodes = jax.Array | np.ndarray
@@ -27,23 +27,17 @@ _APART = 0.25
 _MOST_TIMES = 3.0
 
 
-def confidence_temperature(temperature: float, greedy: float) -> float:
-    """The temperature of a drafter's probabilities, before calibration.
-
-    Args:
-      temperature: temperature of the target's sampler.
-      greedy: temperature of probabilities for a greedy target: 1 leaves them unchanged, for any sampler;
-        less for a drafter that is underconfident because it is nearly the target.
-    """
-    return 1.0 if greedy == 1.0 else max(temperature, greedy)
-
-
 class Confidence:
     """Calibrates the probabilities of one drafter, separately for each temperature of the sampler.
 
     Args:
-      greedy_temperature: see `confidence_temperature`.
+      greedy_temperature: temperature of probabilities for a greedy target: 1 leaves them unchanged, for any
+        sampler; less for a drafter that is underconfident because it is nearly the target.
       calibrated: whether it learns; else probabilities are the confidences.
+
+    Attributes:
+      temperature: temperature of the drafter's probabilities, before calibration.
+      shifts: shifts of the calibration.
     """
 
     def __init__(self, greedy_temperature: float = 1.0, *, calibrated: bool = True) -> None:
@@ -53,12 +47,12 @@ class Confidence:
     def forget(self) -> None:
         """Resets the calibration."""
         self._counts: dict[int, Calibration] = {}
-        self._sampler, self.temperature = 0, confidence_temperature(0.0, self._greedy)
+        self._sampler, self.temperature = 0, self._greedy
         self.shifts = Calibration.fresh().shifts()
 
     def use(self, temperature: float) -> None:
         """Goes on with a sampler's temperature: sets `temperature` and `shifts` for the next draft."""
-        self.temperature = confidence_temperature(temperature, self._greedy)
+        self.temperature = 1.0 if self._greedy == 1.0 else max(temperature, self._greedy)
         sampler = round(temperature / _APART) + bool(temperature > 0)
         if sampler != self._sampler:
             self._sampler = sampler
@@ -96,12 +90,8 @@ class Grower:
         """The buckets that draft in caches of the lengths `caches`, or of all lengths."""
         found = self._runner.buckets_for(caches=caches or ())
         for cache in caches or self._runner.options.cache_tokens:
-            found += [self._draft_bucket(cache), *(self._bucket(each, cache) for each in _FOLLOWING)]
+            found += [self.draft_bucket(cache), *(self._bucket(each, cache) for each in _FOLLOWING)]
         return found
-
-    def growing_buckets(self, caches: Sequence[int]) -> list[Bucket]:
-        """The buckets that grow token trees in caches of these lengths, which are filled by others."""
-        return [self._draft_bucket(cache) for cache in caches]
 
     def grow(
         self,
@@ -132,7 +122,8 @@ class Grower:
             temperature=np.float32(self.confidence.temperature),
             shifts=self.confidence.shifts,
         )
-        tree, fed, cache, runs = self._draft(tree, fed, cache, end)
+        compiled = self._runner.buckets.get(self.draft_bucket(cache.capacity_tokens))
+        tree, fed, cache, runs = compiled(self._runner.model.params, tree, fed, cache, end)
         count = int(runs)
         took_s, first = time.perf_counter() - began, self._first
         self._first = self._first and not count
@@ -171,11 +162,8 @@ class Grower:
         cache, left, fed_then, places = compiled(cache, tree, fed, np.int32(most))
         return left, fed_then, cache, np.asarray(places)
 
-    def _draft(self, tree: TokenTree, fed: Nodes, cache: KVCache, end: DraftEnd) -> Any:
-        compiled = self._runner.buckets.get(self._draft_bucket(cache.capacity_tokens))
-        return compiled(self._runner.model.params, tree, fed, cache, end)
-
-    def _draft_bucket(self, cache: int) -> DraftBucket:
+    def draft_bucket(self, cache: int) -> DraftBucket:
+        """The bucket that grows token trees in caches of a length."""
         return self._bucket(DraftBucket, cache, growth=self._shape.growth)
 
     def _bucket(self, family: type[AnyBucket], cache: int, **fields: Any) -> AnyBucket:

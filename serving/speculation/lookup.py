@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 
 from jaxllm.serving.ground.speculation_options import TreeShape
-from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.speculation.costs import DraftTimes
-from jaxllm.serving.speculation.drafter import Drafter, Growing
+from jaxllm.serving.speculation.drafter import Drafter
 from jaxllm.serving.speculation.host_tree import grown, root_alone, united
-from jaxllm.speculation.token_tree import TokenTree
+from jaxllm.speculation.token_tree import Growing, TokenTree
 
 # Lengths of n-grams to look up, longest first.
 _LENGTHS = (5, 4, 3, 2)
@@ -24,19 +23,14 @@ _NEW_SHARE = 0.2
 _END = -1
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Grows trees of earlier continuations in the text (see `Drafter`)."""
-
-    memory = None
 
     def __init__(self, shape: TreeShape) -> None:
         self.times, self._shape = DraftTimes(), shape
         self._rates: dict[int, float] = dict.fromkeys(_LENGTHS, _FIRST_RATE)
         self._length, self._tree = 0, root_alone(0, shape.room)
         self._source: tuple[int, ...] = ()
-
-    def warm_up(self, progress: Progress | None = None, *, tokens: int | None = None) -> None:
-        """Compiles nothing."""
 
     def read(self, source: tuple[int, ...]) -> None:
         """See `Drafter`; the source is looked up, too."""
@@ -52,9 +46,7 @@ class NgramDrafter:
         if not self._length:
             return tree, cache
         rate, children = self._rates[self._length], dict[tuple[int, int], int]()
-        tokens: list[int] = []
-        parents: list[int] = []
-        confidences: list[float] = []
+        tokens, parents, confidences = list[int](), list[int](), list[float]()
         for continuation in self._continuations(text):
             node, confidence = 0, 1.0
             for token in _until(continuation[: growing.depth], growing.stop_ids):
@@ -71,10 +63,6 @@ class NgramDrafter:
                 node = child
         self._tree = grown(tree, tokens, parents, confidences)
         return self._tree, cache
-
-    def step(self) -> bool:
-        """Never grows the tree: the text has no more continuations until it grows."""
-        return False
 
     def follow(self, path: Sequence[int], token: int) -> None:
         """See `Drafter`."""
@@ -117,12 +105,17 @@ class LookupDrafter:
 
     def __init__(self, drafter: Drafter, shape: TreeShape) -> None:
         self._drafter, self._ngrams, self._lines = drafter, NgramDrafter(shape), shape.branches == 1
-        self.times, self.memory = drafter.times, drafter.memory
-        self.warm_up, self.step = drafter.warm_up, drafter.step
+        self.times, self.most_bytes = drafter.times, drafter.most_bytes
+        self.release, self.warm_up, self.step = drafter.release, drafter.warm_up, drafter.step
         # The last tree, the number of the drafter's nodes in it, and the lookup's index of each node, or -1.
         self._tree: TokenTree | None = None
         self._known = 1
         self._places = np.zeros(1, np.int64)
+
+    @property
+    def size_bytes(self) -> int:
+        """See `Drafter`."""
+        return self._drafter.size_bytes
 
     def read(self, source: tuple[int, ...]) -> None:
         """See `Drafter`."""

@@ -16,10 +16,17 @@ from jaxllm.serving.engine.decoding import Decoding, Drafts
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner, Verdict
 from jaxllm.serving.speculation.costs import Payoff, SizeCost, running_mean
-from jaxllm.serving.speculation.drafter import Drafter, Growing
+from jaxllm.serving.speculation.drafter import Drafter
 from jaxllm.serving.speculation.host_tree import by_confidence, matching_tokens, open_confidence, some_nodes
 from jaxllm.serving.speculation.lookup import LookupDrafter
-from jaxllm.speculation.token_tree import LEAST, MOST, Fallback, PassTimes, TokenTree, verified_nodes, worth
+from jaxllm.speculation.token_tree import (
+    Fallback,
+    Growing,
+    PassTimes,
+    TokenTree,
+    verified_nodes,
+    worthwhile,
+)
 
 
 @dataclasses.dataclass
@@ -68,6 +75,7 @@ class Speculation(Drafts):
       options: options of speculation.
       counts: see `SpeculationCounts`.
       drafting: whether drafting is allowed; see `draft`.
+      payoff: measured times per token with drafts and without.
     """
 
     def __init__(self, runner: Runner, drafter: Drafter, options: SpeculationOptions) -> None:
@@ -76,7 +84,7 @@ class Speculation(Drafts):
         self.drafting = True
         looked_up = options.lookup and options.drafter != "ngram"
         self.drafter = LookupDrafter(drafter, options.trees) if looked_up else drafter
-        self._fallback, self._payoff = Fallback(options.alpha), Payoff()
+        self._fallback, self.payoff = Fallback(options.alpha), Payoff()
         sizes = options.trees.nodes
         self._verify_cost = SizeCost(sizes[-1], sizes)
         # Sizes of trees verified so far.
@@ -91,8 +99,8 @@ class Speculation(Drafts):
     def draft(self, on: bool) -> None:
         """Allows drafting or not, from the next dispatch on; without drafts the drafter releases its
         memory."""
-        if self.drafting and not on and self.drafter.memory is not None:
-            self.drafter.memory.release()
+        if self.drafting and not on:
+            self.drafter.release()
         self.drafting = on
 
     def cache_tokens(self, tokens: int) -> int:
@@ -110,22 +118,18 @@ class Speculation(Drafts):
         cache = dataclasses.replace(row.cache, length=np.int32(len(cached)))
         row = dataclasses.replace(row, cache=cache)
         room = min(cache.capacity_tokens - len(cached), self.options.trees.nodes[-1])
-        if not self.drafting:
-            return self._plain(row, cached, self.runner.decode_limit(self._payoff.pace, limit))
-        if not self._worthwhile:
-            # A block of plain tokens, while drafting pauses.
-            most = min(limit, self._payoff.paused_tokens)
-            return self._plain(row, cached, self.runner.decode_limit(self._payoff.pace, most))
+        paused = self.options.pausing and not self.payoff.worthwhile
+        if paused or not self.drafting:
+            # A block of plain tokens, at most those for which drafting pauses.
+            most = min(limit, self.payoff.paused_tokens) if self.drafting else limit
+            return self._plain(row, cached, self.runner.decode_limit(self.payoff.pace, most))
         if limit < 2 or room < self.options.trees.nodes[0]:
             return self._plain(row, cached)
         began = time.perf_counter()
         # The root is verified in any case.
         self.runner.expect(np.array([root]))
         most = max(each for each in self.options.trees.nodes if each <= room)
-        growing = self._growing(most, float(row.sampler.temperature))
-        # The target adds a token of its own.
-        stops = tuple(each for each in row.stop_ids.tolist() if each >= 0)
-        growing = dataclasses.replace(growing, depth=limit - 1, stop_ids=stops)
+        growing = self._growing(most, row)
         tree, cache = self.drafter.grow(cached, root, growing, cache)
         row = dataclasses.replace(row, cache=cache)
         draft_s = time.perf_counter() - began
@@ -133,20 +137,9 @@ class Speculation(Drafts):
             # Nothing to verify: a plain token is cheaper.
             if growing.run + growing.branch >= 1:
                 # Not even a certain token would be worth a run of the drafter.
-                self._payoff.pause()
+                self.payoff.pause()
             return self._plain(row, cached)
         return self._verify(tree, min(most, int(tree.count)), draft_s, row)
-
-    @property
-    def payoff(self) -> Payoff:
-        """The measured times per token with drafts and without."""
-        return self._payoff
-
-    # -- parts of it ------------------------------------------------------------------------------
-
-    @property
-    def _worthwhile(self) -> bool:
-        return not self.options.pausing or self._payoff.worthwhile
 
     def _verify(self, tree: TokenTree, count: int, draft_s: float, row: BatchRow) -> DecodedRow:
         began = time.perf_counter()
@@ -168,14 +161,17 @@ class Speculation(Drafts):
         self._learn(part, verdict, row.limit, draft_s, verify_s)
         return DecodedRow(verdict.tokens.tolist(), cache, sampler, len(verdict.tokens) - 1)
 
-    def _growing(self, most: int, temperature: float) -> Growing:
+    def _growing(self, most: int, row: BatchRow) -> Growing:
         """End rule of the next draft."""
+        stops = tuple(each for each in row.stop_ids.tolist() if each >= 0)
+        # The target adds a token of its own.
+        growing = Growing(
+            self._fallback.alpha, most, float(row.sampler.temperature), depth=row.limit - 1, stop_ids=stops
+        )
         if self.options.fallback != "measured":
-            return Growing(self._fallback.alpha, most, temperature)
+            return growing
         tips, yields = self.options.trees.tips, self._yields or 1.0
-        asked = worth(self._times(), self._payoff.rate, tips=tips, yields=yields)
-        alpha = min(MOST, max(LEAST, asked.node))
-        return Growing(alpha, most, temperature, asked.run, asked.branch, asked.free_runs)
+        return worthwhile(growing, self._times(), self.payoff.rate, tips=tips, yields=yields)
 
     def _times(self) -> PassTimes:
         times = self.drafter.times
@@ -187,13 +183,13 @@ class Speculation(Drafts):
         """The size of the tree to verify, among those with buckets."""
         if not self.options.trees.trimmed:
             return min(nodes for nodes in self.options.trees.nodes if nodes >= len(confidences))
-        return verified_nodes(confidences, self._times(), self._payoff.rate)
+        return verified_nodes(confidences, self._times(), self.payoff.rate)
 
     def _plain(self, row: BatchRow, cached: Sequence[int], limit: int = 1) -> DecodedRow:
         began = time.perf_counter()
         found = super().decode(dataclasses.replace(row, limit=limit), cached)
         count = len(found.tokens)
-        self._payoff.plain(took_ms=1000 * (time.perf_counter() - began), tokens=count)
+        self.payoff.plain(took_ms=1000 * (time.perf_counter() - began), tokens=count)
         self.counts.plain_tokens += count
         return found
 
@@ -217,7 +213,7 @@ class Speculation(Drafts):
         # A bucket's first run sets its kernels up, so it is not representative.
         if tree.room in self._verified:
             self._verify_cost.measured(tree.room, verify_s)
-            self._payoff.drafted(draft_ms=1000 * draft_s, verify_ms=1000 * verify_s, tokens=tokens)
+            self.payoff.drafted(draft_ms=1000 * draft_s, verify_ms=1000 * verify_s, tokens=tokens)
         self._verified.add(tree.room)
         if self.options.fallback == "learned":
             drafted = matching_tokens(tree, int(verdict.path[-1]))

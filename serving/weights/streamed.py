@@ -12,7 +12,7 @@ import numpy as np
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.layout import PAGE, Extent, Tensor, row_step, rows_alone, rows_at
 from jaxllm.config import ModelConfig
-from jaxllm.elastic.ladder import shared_part, with_weights
+from jaxllm.elastic.ladder import shared_sub_model, with_weights
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.models.layer_stack import STACK, layers_of, stack_by_address
 from jaxllm.models.parameters import ENCODER, Params, head_name
@@ -448,7 +448,7 @@ def _with_weights(model: ModelLevel, layer: int, weights: Mapping[str, Weight]) 
         return {STACK: stack_by_address([placed], [0]).at(0), **shared_by_layers(model.params)}
     other = f"layers.{model.alike[layer]}."
     # A level with its own buckets uses views of the whole model's weights.
-    views: Params = shared_part(weights, model.cfg)
+    views: Params = shared_sub_model(weights, model.cfg)
     return {
         name: _rebased(each, views[own + name.removeprefix(other)]) if name.startswith(other) else each
         for name, each in layer_params(model.params, layer, model.alike[layer]).items()

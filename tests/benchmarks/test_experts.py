@@ -20,7 +20,7 @@ from jaxllm.bundle.calibrations import expert_parts
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
-from jaxllm.experts.prediction import PathCounts, eviction_policy
+from jaxllm.experts.prediction import POLICIES, PathCounts
 from jaxllm.models.decoder import forward
 from jaxllm.models.parameters import parameter_count
 from jaxllm.prepare import prepare
@@ -39,7 +39,7 @@ from tests.training.seq2seq.tiny import tiny_recipe
 
 def ratio(visits, policy, room, layers=1, experts=4):
     shape = np.array(visits).reshape(-1, layers, 1).transpose(1, 0, 2)
-    return hit_ratio(shape, eviction_policy(policy), room, np.zeros((layers, experts)))
+    return hit_ratio(shape, POLICIES[policy], room, np.zeros((layers, experts)))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_policies_differ_by_layers():
 
 def test_room_for_all_misses_only_once():
     visits = np.random.default_rng(0).integers(0, 4, (3, 100, 1))
-    found = hit_ratio(visits, eviction_policy("lru"), 12, np.zeros((3, 4)))
+    found = hit_ratio(visits, POLICIES["lru"], 12, np.zeros((3, 4)))
     assert found == pytest.approx(1 - 12 / 300)
 
 

@@ -10,15 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.cli import bench_command
+from benchmarks.contexts.switching import CHUNK_TOKENS
 from benchmarks.harness.bench import Run
 from benchmarks.harness.report import OURS
-from benchmarks.int8_prefill import QUANTIZERS
+from benchmarks.int8_prefill import QUANTIZERS, Plan
 from benchmarks.int8_prefill.accuracy import CLIPPED, WIDE, pruned_calibrations
 from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, rule_of
 from benchmarks.int8_prefill.run import (
-    CHUNK_TOKENS,
     MODEL,
-    Plan,
     headline_phone,
     run,
     shadowed_layers,
@@ -27,8 +26,9 @@ from benchmarks.int8_prefill.run import (
 )
 from jaxllm.int8_prefill.calibration import channel_tops, largest_of
 from jaxllm.int8_prefill.fitting import per_tensor_weights
+from jaxllm.int8_prefill.recipe import ORDERS
 from jaxllm.int8_prefill.reference import scores_by_rule
-from jaxllm.int8_prefill.schedule import ORDERS, PROCESSORS, lower_bound_ms, prompt_subgraphs, simulate
+from jaxllm.int8_prefill.schedule import PROCESSORS, lower_bound_ms, prompt_subgraphs, simulate
 from tests.int8_prefill.calibrated import calibrated, outlying, stored, texts
 from tests.tiny import TINY, write_tiny_bundle
 

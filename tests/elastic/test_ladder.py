@@ -82,20 +82,22 @@ def test_anchors_shrink_when_nothing_else_is_left():
 
 
 @pytest.mark.parametrize(
-    ("levels", "anchors", "message"),
+    ("levels", "more", "message"),
     [
-        ((50,), (), "that end with 100"),
-        ((), (), "that end with 100"),
-        ((0, 100), (), "at least 1 percent"),
-        ((60, 50, 100), (), "ascending"),
-        ((50.0, 100), (), "whole percentages"),
-        ((50, 100), (2, 1), "ascending numbers of layers"),
-        ((50, 100), (-1,), "ascending numbers of layers"),
+        ((50,), {}, "that end with 100"),
+        ((), {}, "that end with 100"),
+        ((0, 100), {}, "at least 1 percent"),
+        ((60, 50, 100), {}, "ascending"),
+        ((50.0, 100), {}, "whole percentages"),
+        ((50, 100), {"anchors": (2, 1)}, "ascending numbers of layers"),
+        ((50, 100), {"anchors": (-1,)}, "ascending numbers of layers"),
+        ((50, 100), {"units": ((1, 1),) * 2}, "units of 2 levels for 1"),
+        ((50, 100), {"units": (((1, 0),),)}, "at least 1"),
     ],
 )
-def test_malformed_ladders_are_refused(levels, anchors, message):
+def test_malformed_ladders_are_refused(levels, more, message):
     with pytest.raises(ConfigError, match=message):
-        Ladder(levels=levels, anchors=anchors)
+        Ladder(levels=levels, **more)
 
 
 def test_levels_anchors_and_units_must_be_the_models():
@@ -103,6 +105,9 @@ def test_levels_anchors_and_units_must_be_the_models():
         sub_config(LLAMA, Ladder(), 55)
     with pytest.raises(ConfigError, match="layer 3 is an anchor of a model of 3 layers"):
         sub_config(LLAMA, Ladder(anchors=(3,)), 50)
+    for units in (((1, 1),), ((99, 1),) * LLAMA.layers):
+        with pytest.raises(ConfigError, match="another model"):
+            sub_config(LLAMA, Ladder(levels=(50, 100), units=(units,)), 50)
     for units in (LayerUnits(kv_heads=5, neurons=1), LayerUnits(kv_heads=1, neurons=0)):
         with pytest.raises(ConfigError, match="of layer 0 must be a whole number in"):
             dataclasses.replace(LLAMA, layer_units=(units,) * 3)
@@ -110,7 +115,10 @@ def test_levels_anchors_and_units_must_be_the_models():
         dataclasses.replace(LLAMA, layer_units=(LayerUnits(kv_heads=1, neurons=1),))
 
 
-def test_a_ladder_survives_json_that_is_not_malformed():
+def test_ladders_and_their_configs_survive_json_that_is_not_malformed():
+    half = sub_config(QWEN3_MOE, Ladder(), 50)
+    assert ModelConfig.from_json(half.to_json()) == half != QWEN3_MOE
+    assert half.whole == QWEN3_MOE
     ladder = Ladder(levels=(20, 100), anchors=(0, 2))
     assert Ladder.from_json(ladder.to_json()) == ladder
     for key in ({"rungs": []}, {"levels": 3}):
@@ -119,12 +127,6 @@ def test_a_ladder_survives_json_that_is_not_malformed():
     for data in ({"levels": [100]}, [100]):
         with pytest.raises(ConfigError, match="malformed levels"):
             Ladder.from_json(data)
-
-
-def test_a_sub_models_config_survives_json_and_names_its_whole():
-    half = sub_config(QWEN3_MOE, Ladder(), 50)
-    assert ModelConfig.from_json(half.to_json()) == half != QWEN3_MOE
-    assert half.whole == QWEN3_MOE
 
 
 CHOSEN = (20, 40, 60, 80, 100)
@@ -170,12 +172,3 @@ def test_the_choice_is_the_best_but_for_an_item():
     choices = [pair for pair in itertools.product(every, repeat=2) if size(pair) <= layer_parameters(cfg) / 2]
     best, item = max(map(value, choices)), max(map(np.max, (*groups, *neurons)))
     assert best - item <= value(ladder.units[0]) <= best
-
-
-def test_units_that_do_not_fit_are_refused():
-    for units, message in ((((1, 1),) * 2, "units of 2 levels for 1"), ((((1, 0),),), "at least 1")):
-        with pytest.raises(ConfigError, match=message):
-            Ladder(levels=(50, 100), units=units)
-    for units in (((1, 1),), ((99, 1),) * LLAMA.layers):
-        with pytest.raises(ConfigError, match="another model"):
-            sub_config(LLAMA, Ladder(levels=(50, 100), units=(units,)), 50)

@@ -18,7 +18,7 @@ from jaxllm.elastic.ladder import (
     sub_model,
     with_weights,
 )
-from jaxllm.elastic.units import UnitOrder, check_order, order_units, reorder
+from jaxllm.elastic.units import UnitOrder, check_order, order_of_scores, reorder
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.kv.cache import new_cache
@@ -175,18 +175,13 @@ def test_ranks_beyond_the_count_are_not_used():
 
 
 def test_without_adapters_no_rank_is_used():
-    """Factors that are there for other levels are zeros, which nobody reads."""
+    """Factors that are there for other levels are zeros, which nobody reads; other weights keep them."""
     params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
     counted = counted_sub_model(params, LLAMA, LLAMA, ranks={"layers.0.attn.q": 3})
     assert counted["layers.0.attn.q"].left.shape == (3, *param_specs(LLAMA)["layers.0.attn.q"].shape[:-1])
     assert not counted["layers.0.attn.q"].right.any()
     assert [counted[f"layers.{layer}.used_units"][2] for layer in range(3)] == [0, 0, 0]
     assert not any(name.endswith("used_units") for name in counted_sub_model(params, LLAMA))
-
-
-def test_other_weights_keep_counts_and_adapters():
-    params = in_blocks(LLAMA, scaled_params(LLAMA), 8)
-    counted = counted_sub_model(params, LLAMA, LLAMA, ranks={"layers.0.attn.q": 3})
     others = in_blocks(LLAMA, scaled_params(LLAMA, seed=1), 8)
     found = with_weights(counted, others)
     assert found.keys() == counted.keys()
@@ -194,9 +189,7 @@ def test_other_weights_keep_counts_and_adapters():
     assert found["layers.0.attn.q"].left is counted["layers.0.attn.q"].left
     assert found["layers.1.attn.q"] is others["layers.1.attn.q"]
     assert found["layers.1.used_units"] is counted["layers.1.used_units"]
-
-
-def test_experts_and_floats_are_not_counted():
+    # Experts and floats are not counted.
     assert not can_be_counted(in_blocks(MIXTRAL, scaled_params(MIXTRAL), 8), MIXTRAL)
     assert not can_be_counted(jax.tree.map(jnp.asarray, scaled_params(LLAMA)), LLAMA)
 
@@ -311,24 +304,14 @@ def test_units_in_another_order_are_the_same_model(name):
 
 def test_the_most_important_units_come_first_and_ties_stay():
     importance = np.array([0.5, 2.0, 0.5, 3.0])
-    order = order_units([importance], [np.stack([importance, -importance])])
+    one = dataclasses.replace(LLAMA, layers=1, attention_windows=())
+    scores = {"groups.0": importance, "neurons.0": np.stack([importance, -importance])}
+    order = order_of_scores(one, scores)
     np.testing.assert_array_equal(order.groups[0], [3, 1, 0, 2])
     np.testing.assert_array_equal(order.neurons[0], [[3, 1, 0, 2], [0, 2, 1, 3]])
-
-
-def test_reordering_follows_the_importance():
-    params = scaled_params(LLAMA)
-    groups = [np.arange(4.0)] * 3
-    neurons = [np.arange(96.0)] * 3
-    moved = dict(reorder(LLAMA, params.items(), order_units(groups, neurons)))
-    np.testing.assert_array_equal(moved["layers.1.attn.v"], params["layers.1.attn.v"][::-1])
-    np.testing.assert_array_equal(moved["layers.2.ffn.down"], params["layers.2.ffn.down"][::-1])
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_importance_must_be_finite(value):
-    with pytest.raises(ConfigError, match="not finite"):
-        order_units([np.array([1.0, value])], [])
+    for value in (np.nan, np.inf):
+        with pytest.raises(ConfigError, match="not finite"):
+            order_of_scores(one, {**scores, "groups.0": np.array([1.0, value])})
 
 
 def test_an_order_of_another_model_is_refused():

@@ -1,9 +1,12 @@
 """Activation paths: counts by hand, what they predict, how they are stored, and that they adapt."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
+from jaxllm.experts import prediction
 from jaxllm.experts.prediction import (
     BACK_OFF,
     MOST_WEIGHT,
@@ -13,11 +16,11 @@ from jaxllm.experts.prediction import (
     TokenExperts,
     count_paths,
     count_tokens,
-    eviction_policy,
     learn,
     nearness,
     next_experts,
 )
+from jaxllm.serving.ground.expert_options import Eviction
 
 
 def tokens(*paths):
@@ -74,27 +77,17 @@ def test_several_tokens_are_a_mean():
     np.testing.assert_allclose(each[0].sum(), 1, rtol=1e-5)
 
 
-def test_two_layers_say_more_than_one():
-    """The third expert is the first one again: one layer before says nothing of it."""
-    draw = np.random.default_rng(0)
-    first, second = draw.integers(0, 4, 400), draw.integers(0, 4, 400)
-    counts = count_paths(np.stack([first, second, first])[:, :, None], 4)
-    for a in range(4):
-        got = next_experts(counts, 2, np.array([[1]]), np.array([[a]]))
-        assert got.argmax() == a
-        assert got[a] > 0.8
-    assert next_experts(counts, 2, np.array([[1]])).max() < 0.5
-
-
-def test_few_pairs_are_remembered():
+def test_few_pairs_are_remembered(monkeypatch):
     """The most frequent ones; the others say as much as one layer."""
-    counts = count_paths(tokens(*[(0, 1, 2)] * 3, (2, 1, 1)), 3, most_pairs=1)
+    monkeypatch.setattr(prediction, "_MOST_PAIRS", 1)
+    counts = count_paths(tokens(*[(0, 1, 2)] * 3, (2, 1, 1)), 3)
     assert counts.pairs[2].tolist() == [1]
     assert counts.after_two.shape == (3, 1, 3)
     unknown = next_experts(counts, 2, np.array([[1]]), np.array([[2]]))
     np.testing.assert_allclose(unknown, next_experts(counts, 2, np.array([[1]])), rtol=1e-6)
     # Or none at all.
-    counts = count_paths(tokens((0, 1, 2), (2, 1, 1)), 3, most_pairs=0)
+    monkeypatch.setattr(prediction, "_MOST_PAIRS", 0)
+    counts = count_paths(tokens((0, 1, 2), (2, 1, 1)), 3)
     again = PathCounts.from_arrays(counts.to_arrays(), layers=3, experts=3)
     got = next_experts(again, 2, np.array([[1]]), np.array([[0]]))
     np.testing.assert_allclose(got, next_experts(counts, 2, np.array([[1]])), rtol=1e-6)
@@ -227,21 +220,17 @@ THOSE = Residents(
     ],
 )
 def test_order(policy, order):
-    scores = eviction_policy(policy)(THOSE, 1, 3, 10)
+    scores = POLICIES[policy](THOSE, 1, 3, 10)
     assert np.argsort(scores, kind="stable").tolist() == order
 
 
 def test_every_policy_is_tested():
-    assert set(POLICIES) == {"frequency-nearness", "fifo", "lru", "lfu", "lfru"}
+    """Options name them all, and no others."""
+    assert set(POLICIES) == set(get_args(Eviction)) == {"frequency-nearness", "fifo", "lru", "lfu", "lfru"}
 
 
 def test_of_equally_near_experts_the_rarest_goes():
     """Those of the layer at work, too, whose nearness is 0."""
     those = Residents(np.array([1, 1]), np.array([3.0, 2.0]), np.array([1, 2]), np.array([3, 4]))
-    scores = eviction_policy("frequency-nearness")(those, 1, 4, 5)
+    scores = POLICIES["frequency-nearness"](those, 1, 4, 5)
     assert scores[1] < scores[0]
-
-
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ConfigError, match="no eviction policy 'random'; choose one of frequency-nearness"):
-        eviction_policy("random")

@@ -191,31 +191,22 @@ def additive(importance, uniform):
     return loss_of, asked
 
 
-def test_as_many_are_lowered_as_fit():
-    importance = np.arange(1, 17).reshape(2, 8) / 1000
-    shares = np.full((2, 8), 1 / 8)
-    loss_of, asked = additive(importance, {2: 0.146, 8: 0.0})
-    plan = search_widths(importance, shares, loss_of, most_loss=0.05)
-    # 1 + 2 + ... + 8 = 36 thousandths fit into 40, and 45 do not.
-    assert (plan.lower, plan.upper, plan.lowered) == (2, 4, 8)
-    assert plan.bits.tolist() == [[2] * 8, [4] * 8]
-    assert plan.loss == pytest.approx(0.046)
-    assert len(asked) == 3 + 4
-
-
-def test_nothing_is_lowered_where_nothing_fits():
-    importance = np.full((1, 4), 0.1)
-    loss_of, _ = additive(importance, {2: 0.41, 8: 0.0})
-    plan = search_widths(importance, np.full((1, 4), 0.25), loss_of, most_loss=0.05)
-    assert (plan.lowered, plan.loss) == (0, 0.01)
-    assert plan.bits.tolist() == [[4] * 4]
-
-
-def test_all_are_lowered_where_all_fit():
-    loss_of, asked = additive(np.zeros((1, 4)), {2: 0.01, 8: 0.0})
-    plan = search_widths(np.zeros((1, 4)), np.full((1, 4), 0.25), loss_of, most_loss=0.05)
-    assert (plan.lower, plan.upper, plan.lowered, len(asked)) == (2, 2, 4, 3)
-    assert plan.bits.tolist() == [[2] * 4]
+@pytest.mark.parametrize(
+    ("importance", "uniform", "bounds", "lowered", "loss", "measured"),
+    [
+        # 1 + 2 + ... + 8 = 36 thousandths fit into 40, and 45 do not.
+        (np.arange(1, 17).reshape(2, 8) / 1000, {2: 0.146, 8: 0.0}, (2, 4), 8, 0.046, 3 + 4),
+        # Nothing fits, and all do.
+        (np.full((1, 4), 0.1), {2: 0.41, 8: 0.0}, (2, 4), 0, 0.01, 3 + 2),
+        (np.zeros((1, 4)), {2: 0.01, 8: 0.0}, (2, 2), 4, 0.01, 3),
+    ],
+)
+def test_as_many_are_lowered_as_fit(importance, uniform, bounds, lowered, loss, measured):
+    loss_of, asked = additive(importance, uniform)
+    plan = search_widths(importance, np.full(importance.shape, 0.25), loss_of, most_loss=0.05)
+    assert (plan.lower, plan.upper, plan.lowered, len(asked)) == (*bounds, lowered, measured)
+    assert plan.loss == pytest.approx(loss)
+    assert plan.bits.reshape(-1).tolist() == [2] * lowered + [4] * (importance.size - lowered)
 
 
 @pytest.mark.parametrize("most", [0, -0.1, float("nan"), float("inf")])

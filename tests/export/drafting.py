@@ -8,6 +8,7 @@ from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.speculation.costs import DraftTimes
+from jaxllm.serving.speculation.drafter import Drafter
 from jaxllm.serving.speculation.host_tree import grown, root_alone
 from tests.export.models import CONFIG, CONTEXT, PROMPTS
 
@@ -48,16 +49,13 @@ def require_same_answers(engine, plain):
     return counts
 
 
-class Branching:
+class Branching(Drafter):
     """A drafter that grows, behind the true continuation's first tokens, wrong branches before right ones, so
     that what is accepted lies apart (see `Drafter`)."""
 
     def __init__(self, answer, room):
         self.times = DraftTimes(run_s=1e-3, step_s=1e-3)
         self._answer, self._room = answer, room
-
-    def warm_up(self, progress=None, *, tokens=None):
-        pass
 
     def grow(self, sequence, root, growing, cache):
         behind = [*sequence, root]
@@ -69,9 +67,6 @@ class Branching:
         tokens = [wrong[0], true[0], wrong[1], true[1]]
         drafted = grown(root_alone(root, self._room), tokens, [0, 0, 2, 2], [0.9, 0.8, 0.7, 0.6])
         return drafted, cache
-
-    def step(self):
-        return False
 
     def follow(self, path, token):
         self.times.steps += int(np.any(np.diff(path) > 1))

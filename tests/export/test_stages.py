@@ -13,7 +13,8 @@ from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import STAGE_FILES, stage_name
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
-from jaxllm.int8_prefill.schedule import ORDERS, simulate
+from jaxllm.int8_prefill.recipe import ORDERS
+from jaxllm.int8_prefill.schedule import simulate
 from jaxllm.serving.engine.request import GenerationConfig
 from tests.export.operators import Operator, operators
 from tests.int8_prefill.calibrated import calibrated, outlying, texts

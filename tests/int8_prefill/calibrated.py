@@ -28,8 +28,14 @@ def outlying(cfg: ModelConfig = TINY):
 
 
 @functools.cache
+def floating(cfg: ModelConfig = TINY):
+    """The same on the device."""
+    return {name: jnp.asarray(each) for name, each in outlying(cfg).items()}
+
+
+@functools.cache
 def stored(cfg: ModelConfig = TINY):
-    """The same at 8 bits, in blocks, on the device."""
+    """The same at 8 bits, in blocks."""
     specs, found = param_specs(cfg), {}
     for name, value in outlying(cfg).items():
         if specs[name].role == "vector":
@@ -47,6 +53,5 @@ def texts(cfg: ModelConfig = TINY, count: int = 4, length: int = 48) -> np.ndarr
 @functools.cache
 def calibrated(cfg: ModelConfig = TINY, shadows: int = 1) -> PrefillCalibration:
     """With a shadow in so many layers, the most important."""
-    floats = {name: jnp.asarray(each) for name, each in outlying(cfg).items()}
-    found = random_calibration(cfg, floats, texts(cfg), shadows=shadows, recipe=RECIPE)
+    found = random_calibration(cfg, floating(cfg), texts(cfg), shadows=shadows, recipe=RECIPE)
     return dataclasses.replace(found, losses={100: (0.001, 0.002)})

@@ -8,12 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.int8_prefill.shadow import excess, rooms, shadow_products
+from jaxllm.int8_prefill.shadow import FloatRows, excess, rooms
 from jaxllm.nn import linear
 from jaxllm.quant import dequantize, quantize, to_blocks
+from jaxllm.serving.int8_prefill.buckets import shadow_products
 from tests.variants import every_variant
 
 WIDTH, STEP = 40, np.float32(0.01)
+
+
+def no_rows(width: int, *outputs: int) -> FloatRows:
+    """All channels use the quantized weights."""
+    return FloatRows(np.full(width, -1, np.int32), tuple(np.zeros((0, each), np.float16) for each in outputs))
 
 
 def drawn(tokens: int, outliers: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -44,7 +50,7 @@ def test_the_sum_is_the_product(outliers, seed):
     """Of any number of outliers, those of all channels too: what one room does not hold the next one does."""
     x, channels = drawn(6, outliers, seed)
     weights = weights_of()
-    out, count = both(x, weights, None)
+    out, count = both(x, weights, no_rows(WIDTH, 21, 18))
     assert int(count) == len(channels)
     for got, weight in zip(out, weights, strict=True):
         dense = np.asarray(dequantize(weight, jnp.float32), np.float64).reshape(-1, WIDTH)
@@ -59,7 +65,7 @@ def test_more_than_the_largest_room_holds(outliers, variant):
     x[draw.integers(0, 3, outliers), draw.permutation(300)[:outliers]] = 9 * 127 * STEP
     weight = draw.normal(size=(5, 300)).astype(np.float32)
     products = variant(shadow_products, static_argnames="last")
-    (out,), count = products(x, STEP, [weight], None, last=True)
+    (out,), count = products(x, STEP, [weight], no_rows(300, 5), last=True)
     chex.assert_shape([out, count], [(3, 5), ()])
     chex.assert_type([out, count], [jnp.float32, jnp.int32])
     assert int(count) == outliers

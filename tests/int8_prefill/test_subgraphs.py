@@ -11,11 +11,10 @@ import pytest
 
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import RopeConfig
-from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import channel_tops, largest_of, whole_steps
 from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule
 from jaxllm.int8_prefill.shadow import PRODUCTS, FloatRows, product_sizes
-from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration, require_integer_prefill
+from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration
 from jaxllm.kv.cache import TokenPositions, new_cache
 from jaxllm.models.decoder import embed_tokens
 from jaxllm.models.layer_stack import LayerParams
@@ -136,9 +135,3 @@ def test_products():
         (80, [64]),
     ]
     assert product_sizes(BIASED, 1, 2) == (64, [80])
-
-
-def test_mixtures_are_refused():
-    cfg = dataclasses.replace(TINY, experts=2, experts_per_token=1)
-    with pytest.raises(ConfigError, match="no integer prefill"):
-        require_integer_prefill(cfg)

@@ -14,12 +14,13 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import elastic_parts, read_ladder, read_order
 from jaxllm.checkpoints.peft import WEIGHTS_FILE, write_adapter
 from jaxllm.elastic.ladder import Ladder, layer_parameters, sub_config
-from jaxllm.elastic.units import UnitOrder, order_sides, reorder
+from jaxllm.elastic.units import UnitOrder, order_of_scores, reorder
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextOverflow
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder, encoder_decoder
 from jaxllm.models.architectures import architecture
 from jaxllm.models.lora import LoraConfig, init_adapter
+from jaxllm.models.parameters import ENCODER
 from jaxllm.prepare import prepare
 from jaxllm.sampling import Sampling
 from jaxllm.serving.elastic.profiling import measure_coarsely
@@ -188,15 +189,16 @@ BART = {**ENCODER_DECODERS["bart"][1], "model_type": "bart", "vocab_size": tiny.
 CFGS = {"t5": tiny_encdec.TINY_T5, "bart": architecture("bart").config_from_hf(BART)}
 
 
-def scores(cfg, draw):
-    kinds = {"groups": cfg.kv_heads, "neurons": cfg.ffn_size, "cross": cfg.kv_heads}
-    return {f"{kind}.{layer}": draw.random(n) for kind, n in kinds.items() for layer in range(cfg.layers)}
+def scores(cfg, seed, lead=""):
+    draw, kinds = np.random.default_rng(seed), {"groups": cfg.kv_heads, "neurons": cfg.ffn_size}
+    kinds |= {} if lead else {"cross": cfg.kv_heads}
+    found = {f"{lead}{kind}.{at}": draw.random(n) for kind, n in kinds.items() for at in range(cfg.layers)}
+    return found if lead else found | scores(cfg.encoder, seed + 1, ENCODER)
 
 
 def ordered(cfg):
     """An order of random scores, and the parameters in it."""
-    draw = np.random.default_rng(2)
-    order = order_sides(cfg, scores(cfg, draw), scores(cfg.encoder, draw))
+    order = order_of_scores(cfg, scores(cfg, 2))
     return order, dict(reorder(cfg, tiny.tiny_params(cfg).items(), order))
 
 
@@ -280,9 +282,9 @@ def test_orders_and_ladders_of_other_models():
     mixed = dataclasses.replace(order, groups=(order.groups[0], order.groups[0][::-1]))
     with pytest.raises(ConfigError, match="with relative positions the kv groups of all layers"):
         dict(reorder(cfg, params.items(), mixed))
-    some = scores(cfg, np.random.default_rng(0))
+    some = scores(cfg, 0)
     del some["cross.0"]
     with pytest.raises(ConfigError, match=r"scores of 'cross\.0' are missing"):
-        order_sides(cfg, some)
+        order_of_scores(cfg, some)
     with pytest.raises(ConfigError, match="the encoder's levels must be those of the decoder"):
         Ladder(levels=(70, 100), encoder=Ladder(levels=(30, 100)))

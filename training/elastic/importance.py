@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, is_unit_parameter
-from jaxllm.elastic.units import UnitOrder, order_sides, order_units, unit_arrays, units_of_arrays
+from jaxllm.elastic.units import UnitOrder, of_encoder, order_arrays, order_of_arrays, order_of_scores
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.models.parameters import ENCODER, Params
@@ -69,25 +69,22 @@ class Importance:
     ) -> "Importance":
         """Importances from the named arrays of `units`, and from those of all layers, the encoder's after the
         decoder's."""
-        groups, neurons = units_of_arrays(units, cfg.layers)
+        own = order_of_arrays(cfg, units)
         if cfg.encoder is None:
-            return cls(groups, neurons, layers=layers, loss=loss)
+            return cls(own.groups, own.neurons, layers=layers, loss=loss)
         return cls(
-            groups,
-            neurons,
+            own.groups,
+            own.neurons,
             layers=layers[: cfg.layers],
             loss=loss,
-            cross=tuple(units[f"cross.{layer}"] for layer in range(cfg.layers)),
+            cross=own.cross,
             encoder=cls.of_arrays(cfg.encoder, of_encoder(units), layers[cfg.layers :], loss),
         )
 
     @property
     def units(self) -> dict[str, np.ndarray]:
         """Scores of all units, by name, for `order_of_scores`."""
-        named = unit_arrays(self.groups, self.neurons)
-        named |= {f"cross.{layer}": each for layer, each in enumerate(self.cross)}
-        others = {} if self.encoder is None else self.encoder.units
-        return named | {ENCODER + name: each for name, each in others.items()}
+        return order_arrays(self)  # pyright: ignore[reportArgumentType]: scores in place of indices
 
     def order(self, cfg: ModelConfig) -> UnitOrder:
         """Returns the units of the model, most important first."""
@@ -219,18 +216,6 @@ def random_order(cfg: ModelConfig, seed: int) -> UnitOrder:
             scores |= {f"{lead}{kind}.{layer}": draw.random(units.kv_heads) for kind in kinds}
             scores[f"{lead}neurons.{layer}"] = draw.random((*experts, units.neurons))
     return order_of_scores(cfg, scores)
-
-
-def order_of_scores(cfg: ModelConfig, scores: Mapping[str, np.ndarray]) -> UnitOrder:
-    """The order of units by falling scores, which are named as `Importance.units`."""
-    if cfg.encoder is None:
-        return order_units(*units_of_arrays(scores, cfg.layers))
-    return order_sides(cfg, scores, of_encoder(scores))
-
-
-def of_encoder(scores: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the encoder's scores, named as those of a standalone model."""
-    return {name.removeprefix(ENCODER): scores[name] for name in scores if name.startswith(ENCODER)}
 
 
 def _loss(cfg: ModelConfig, params: Params, batch: AnyBatch, *, remat: Remat = "none") -> jax.Array:

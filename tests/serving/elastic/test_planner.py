@@ -5,10 +5,10 @@ import statistics
 import numpy as np
 import pytest
 
-from jaxllm.elastic.slo import Slo
+from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, ObjectiveMissed
-from jaxllm.serving.elastic.objectives import MOST, START, EnergyBudget, Latency, SafetyMargin
-from jaxllm.serving.elastic.planner import Planner, Proposal
+from jaxllm.serving.elastic.objectives import CONFIDENCE, MOST, START, EnergyBudget, Latency, SafetyMargin
+from jaxllm.serving.elastic.planner import Planner, Proposal, unmet
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.ground.plan import Cost
 from tests.tiny_tlm import word_prompt
@@ -163,11 +163,10 @@ def test_planning_itself_takes_time(clock, spent_ms, choice):
     assert plan.planning_ms == pytest.approx(spent_ms)
 
 
-def late(share, margin=None):
+def late(share):
     """A margin after answers that took so many times what was expected."""
-    margin = margin or SafetyMargin(0.9, window=10)
-    expected = Cost(ttft_ms=10.0, tpot_ms=2.0, tokens=8)
-    for _ in range(10):
+    margin, expected = SafetyMargin(0.9), Cost(ttft_ms=10.0, tpot_ms=2.0, tokens=8)
+    for _ in range(256):
         margin.saw_first(expected, dataclasses.replace(expected, ttft_ms=10.0 * share))
         margin.saw_further(expected, expected)
     return margin
@@ -197,9 +196,8 @@ def test_answers_that_came_late_make_plans_careful():
 
 
 def test_what_nothing_meets_surely_is_planned_with_the_most_confidence_that_there_can_be():
-    margin = SafetyMargin(0.99, window=100)
-    expected = Cost(ttft_ms=10.0, tpot_ms=2.0, tokens=8)
-    for place in range(100):
+    margin, expected = SafetyMargin(0.99), Cost(ttft_ms=10.0, tpot_ms=2.0, tokens=8)
+    for place in range(256):
         # Three quarters of the answers take up to 1.25 times what was expected, the others twice as much.
         margin.saw_first(expected, dataclasses.replace(expected, ttft_ms=20.0 if place % 4 == 0 else 12.5))
         margin.saw_further(expected, expected)
@@ -257,6 +255,10 @@ def test_the_lengths_at_which_nothing_meets_an_objective():
     assert planner(margin=0.9).lengths_missed(Slo(ttft=0.25, tpot=0.25), answer_tokens=8) == (1, 1000)
     with pytest.raises(ConfigError, match="no energy"):
         planner().lengths_missed(EnergyBudget(joules=1), answer_tokens=8)
+    # Only what is missed somewhere is reported.
+    slow, both = Slo(ttft=0.2, tpot=0.9), (Slo(ttft=0.25, tpot=0.25), Slo(ttft=0.2, tpot=0.9))
+    assert unmet(planner(), both) == {slow: (1, 1000)}
+    assert unmet(planner()).keys() == {SLOS[4], SLOS[5]}
 
 
 def cost(ttft_ms=10.0, tpot_ms=2.0, tokens=8):
@@ -268,44 +270,37 @@ def test_so_many_answers_stay_within_it_as_was_asked(confidence):
     draw, margin, within = random.Random(0), SafetyMargin(confidence), []
     for _ in range(3000):
         share = 1.05 + min(0.8, draw.expovariate(8))
-        within.append(share <= margin.ttft)
+        within.append(share <= margin.factors()[0][0])
         margin.saw_first(cost(), cost(ttft_ms=10 * share))
     assert abs(statistics.mean(within) - confidence) < 0.02
 
 
 def test_it_forgets_and_stays_within_its_bounds():
-    margin = SafetyMargin(0.9, window=20)
-    assert (margin.ttft, margin.tpot) == (START, START)
+    margin = SafetyMargin(0.9)
+    assert margin.factors() == [(START, START)]
     for ttft_ms, expected in ((1e6, MOST), (3.0, 1.0)):
-        for _ in range(20):
+        for _ in range(256):
             margin.saw_first(cost(), cost(ttft_ms=ttft_ms))
-        assert (margin.ttft, margin.tpot) == (expected, START)
+        assert margin.factors() == [(expected, START)]
     # An answer of one token says nothing of further ones.
     for tokens, expected in ((1, START), (8, 1.5)):
-        for _ in range(20):
+        for _ in range(256):
             margin.saw_further(cost(), cost(tpot_ms=3.0 * (tokens > 1), tokens=tokens))
-        assert margin.tpot == expected
+        assert margin.factors() == [(1.0, expected)]
 
 
 @pytest.mark.parametrize("wrong", [0, 1, 1.5, -0.1, True, "0.9", float("nan")])
 def test_a_confidence_is_a_share(wrong):
     with pytest.raises(ConfigError, match="confidence must be in"):
         SafetyMargin(wrong)
-    with pytest.raises(ConfigError, match="window must be"):
-        SafetyMargin(window=0)
 
 
 def test_smaller_confidences_come_after_the_one_that_was_asked_for():
-    margin = SafetyMargin(window=100)
-    assert margin.factors() == [(START, START)]
-    for place in range(100):
-        margin.saw_first(cost(), cost(ttft_ms=10 + 0.1 * place))
-        margin.saw_further(cost(), cost(tpot_ms=2.0))
-    found = margin.factors()
-    assert found[0] == (margin.ttft, margin.tpot)
-    assert [first for first, _ in found] == pytest.approx([1.98, 1.89, 1.74, 1.49])
-    assert [further for _, further in found] == [1.0] * 4
-    loose = SafetyMargin(0.75, window=100)
-    for place in range(100):
-        loose.saw_first(cost(), cost(ttft_ms=10 + 0.1 * place))
-    assert [first for first, _ in loose.factors()] == pytest.approx([1.74, 1.49])
+    for confidence, firsts in ((CONFIDENCE, [1.98, 1.89, 1.74, 1.49]), (0.75, [1.74, 1.49])):
+        margin = SafetyMargin(confidence)
+        for place in range(256):
+            margin.saw_first(cost(), cost(ttft_ms=10 + place / 25.6))
+            margin.saw_further(cost(), cost(tpot_ms=2.0))
+        found = margin.factors()
+        assert [first for first, _ in found] == pytest.approx(firsts, abs=0.01)
+        assert {further for _, further in found} == {1.0}

@@ -1,5 +1,6 @@
 """A mixture of four layers, one of them dense, whose experts are stored apart at widths of their own."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -8,13 +9,14 @@ import pytest
 
 from jaxllm import Engine
 from jaxllm.bundle.calibrations import expert_parts
-from jaxllm.experts.prediction import count_paths, count_tokens, eviction_policy
+from jaxllm.experts.prediction import POLICIES, count_paths, count_tokens
 from jaxllm.serving.experts import cache as cache_module
 from jaxllm.serving.experts.cache import ExpertCache
 from jaxllm.serving.experts.store import ExpertStore
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.direct_io import PieceReader
 from jaxllm.serving.opening.weight_source import budget_with_experts
+from jaxllm.serving.runners.layerwise import LayerwiseRunner
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 E, K = 6, 2
@@ -42,7 +44,7 @@ def bundle_of(tmp_path_factory):
     """A bundle by the width of its experts ("mixed" for some of each), apart or together."""
 
     @functools.cache
-    def written(width="mixed", weights="f32", apart=True):
+    def written(width, weights, apart):
         path = tmp_path_factory.mktemp("experts") / f"{width}.jaxllm"
         bits = MIXED if width == "mixed" else np.full((SPARSE, E), width)
         ids = np.random.default_rng(1).permuted(np.tile(np.arange(E), (SPARSE, 200, 1)), axis=-1)[..., :K]
@@ -53,7 +55,7 @@ def bundle_of(tmp_path_factory):
             expert_bits=bits if apart else None,
         )  # fmt: skip
 
-    return written
+    return lambda width="mixed", weights="f32", apart=True: written(width, weights, apart)
 
 
 @pytest.fixture(scope="session")
@@ -61,16 +63,37 @@ def resident_of(bundle_of):
     """An engine with all weights in memory."""
 
     @functools.cache
-    def opened(width="mixed", weights="f32", apart=True):
+    def opened(width, weights, apart):
         return Engine.open(bundle_of(width, weights, apart), options=OPTIONS, warm_up=False)
 
-    return opened
+    return lambda width="mixed", weights="f32", apart=True: opened(width, weights, apart)
 
 
 def budget(engine, experts, **options):
     """Memory for so many experts of the largest width, and all else of an engine with some other options."""
     bundle, options = engine.model.bundle, dataclasses.replace(engine.options, **options)
     return budget_with_experts(bundle, options, experts * ExpertStore(bundle).largest_bytes)
+
+
+@pytest.fixture
+def streamed_of(bundle_of, resident_of):
+    """Opens engines with memory for so many experts, and closes them after the test."""
+    with contextlib.ExitStack() as closing:
+
+        def opened(width="mixed", weights="f32", room=6, **options):
+            options = {"memory_bytes": budget(resident_of(width, weights), room), **options}
+            how = dataclasses.replace(OPTIONS, **options)
+            engine = Engine.open(bundle_of(width, weights), options=how, warm_up=False)
+            closing.callback(engine.close)
+            assert isinstance(engine.runner, LayerwiseRunner)
+            return engine
+
+        yield opened
+
+
+def inside(cache):
+    """The planes that are in memory."""
+    return {key for key, slot in cache._slots.items() if slot.ready}
 
 
 class Reader(PieceReader):
@@ -97,8 +120,8 @@ def caches(monkeypatch):
 
     def of(store, budget_bytes, policy="lru"):
         reader, frequency = Reader(store.bundle.path), np.zeros((SPARSE, E))
-        policy = eviction_policy(policy)
-        made.append(ExpertCache(store, reader, budget_bytes=budget_bytes, policy=policy, frequency=frequency))
+        how = {"policy": POLICIES[policy], "frequency": frequency}
+        made.append(ExpertCache(store, reader, budget_bytes=budget_bytes, **how))
         return made[-1], reader
 
     yield of

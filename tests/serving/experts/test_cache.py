@@ -15,6 +15,7 @@ from jaxllm.serving.experts.store import ExpertStore
 from jaxllm.serving.ground.expert_options import ExpertOptions
 from jaxllm.serving.host.direct_io import PAGE
 from tests.serving.experts.conftest import E, wait_until
+from tests.serving.experts.conftest import inside as planes_inside
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +41,12 @@ def visit(cache, layer, experts, guesses=()):
             np.testing.assert_array_equal(np.asarray(weights["up"].data), np.asarray(matrix.data))
             order.append(expert)
             taken = sum(len(slot.memory) for slot in cache._slots.values())
-            assert taken == cache._taken_bytes <= cache._budget, key
+            assert taken == cache.taken_bytes <= cache.budget_bytes, key
     return order
 
 
 def inside(cache):
-    return {key[:2] for key, slot in cache._slots.items() if slot.ready}
+    return {key[:2] for key in planes_inside(cache)}
 
 
 def test_what_is_there_comes_first_and_who_was_not_visited_for_longest_leaves(make):
@@ -164,7 +165,7 @@ def test_a_second_error_does_not_outlast_its_visit(make, monkeypatch):
     with pytest.raises(CheckpointError, match="gone"):
         visit(cache, 0, [1, 2])
     assert not cache._slots
-    assert cache._taken_bytes == 0
+    assert cache.taken_bytes == 0
     reader.before = lambda offset: None
     monkeypatch.setattr(cache, "_await", awaited)
     assert sorted(visit(cache, 0, [1, 2])) == [1, 2]

@@ -10,8 +10,8 @@ from jaxllm.errors import BundleError, ConfigError
 from jaxllm.serving.experts.store import ExpertStore
 from jaxllm.serving.ground.expert_options import ExpertOptions
 from tests.kernels.switching import fall_back, needs_native
-from tests.serving.experts.conftest import OPTIONS, SPARSE, E, K, wait_until
-from tests.serving.experts.test_runner import CONFIG, answer, open_streamed
+from tests.serving.experts.conftest import OPTIONS, SPARSE, E, K, inside, wait_until
+from tests.serving.experts.test_runner import CONFIG, answer
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,6 @@ def visit(cache, layer, needs, guesses=(), *, together=False):
     return [(each.ready, each.begun) for each in cache.visit(layer, needs, guesses, together=together)]
 
 
-def inside(cache):
-    return {key for key, slot in cache._slots.items() if slot.ready}
-
-
 def planes_read(store, reader):
     """The planes in the order in which their first blocks were read."""
     at = {store.plane((0, e, p)).segment.offset: (e, p) for e in range(E) for p in range(2)}
@@ -42,7 +38,7 @@ def planes_read(store, reader):
 
 
 def test_high_planes_are_read_first_and_late_experts_come_together(make, store):
-    assert (store.forms, store.widths, store.planes_of((0, 1), 1)) == (("nested",), (8,), [(0, 1, 0)])
+    assert (store.forms, store.planes_of((0, 1), 1)) == (("nested",), [(0, 1, 0)])
     high, low = store[0, 0].planes
     assert high.segment.offset + high.segment.size_bytes <= low.segment.offset
     cache, reader = make(8)
@@ -131,18 +127,15 @@ def test_a_damaged_plane_is_read_again_and_named(make, store, plane):
 # -- engines ---------------------------------------------------------------------------------------------
 
 
-def nested(bundle_of, resident_of, room=6, **options):
-    path = bundle_of(8, "int8-nested")
-    return open_streamed(path, resident_of(8, "int8-nested"), room, **options)
+NESTED = 8, "int8-nested"
 
 
 @needs_native
-def test_a_layer_is_one_call_and_one_more_for_late_experts(bundle_of, resident_of):
+def test_a_layer_is_one_call_and_one_more_for_late_experts(resident_of, streamed_of):
     """A token visits K experts of each sparse layer: a call each before, one for all that are there now."""
-    whole = resident_of(8, "int8-nested")
-    expected, passes = answer(whole), CONFIG.max_tokens
+    expected, passes = answer(resident_of(*NESTED)), CONFIG.max_tokens
     for experts in (SPARSE * E - 1, 2 * K):
-        engine = nested(bundle_of, resident_of, experts, experts=ExpertOptions(predictor="none"))
+        engine = streamed_of(*NESTED, experts, experts=ExpertOptions(predictor="none"))
         assert answer(engine) == expected
         layers, counts = engine.runner, engine.model.streamed.counts
         layers.visits.calls = counts.visits = counts.hits = 0
@@ -155,15 +148,14 @@ def test_a_layer_is_one_call_and_one_more_for_late_experts(bundle_of, resident_o
             assert passes * SPARSE <= calls <= passes * SPARSE + late
         else:
             assert late > passes
-        engine.close()
 
 
 @pytest.mark.parametrize("loss", [0.4, 1.0])
-def test_a_loss_does_not_depend_on_what_lies_in_memory(bundle_of, resident_of, loss, compiles, monkeypatch):
+def test_a_loss_does_not_depend_on_what_lies_in_memory(streamed_of, loss, compiles, monkeypatch):
     answers = []
     for experts, predictor in ((2 * K, "none"), (6, "router"), (SPARSE * E - 1, "tokens")):
         how = ExpertOptions(loss=loss, predictor=predictor)
-        engine = nested(bundle_of, resident_of, experts, experts=how)
+        engine = streamed_of(*NESTED, experts, experts=how)
         answers.append(answer(engine))
         facts = engine.model.streamed.facts()
         # A loss of all is the model of high planes.
@@ -173,22 +165,20 @@ def test_a_loss_does_not_depend_on_what_lies_in_memory(bundle_of, resident_of, l
         with compiles() as count:
             assert answer(engine) == answers[-1]
         assert count() == 0
-        engine.close()
     assert answers[0] == answers[1] == answers[2]
     assert len(set(answers[0])) > 1
     if loss == 1.0:
         # Without native kernels, too, which compute tile by tile.
         fall_back(monkeypatch)
-        engine = nested(bundle_of, resident_of, experts=ExpertOptions(loss=loss))
+        engine = streamed_of(*NESTED, experts=ExpertOptions(loss=loss))
         assert len(set(answer(engine))) > 1
         assert engine.model.streamed.counts.low_bytes == 0
-        engine.close()
 
 
-def test_a_loss_without_nested_experts_is_refused(bundle_of, resident_of):
+def test_a_loss_without_nested_experts_is_refused(bundle_of, streamed_of):
     message = r"has no nested experts .* --weights int8-nested --expert-bits 8"
     with pytest.raises(ConfigError, match=message):
-        open_streamed(bundle_of("mixed"), resident_of("mixed"), experts=ExpertOptions(loss=0.1))
+        streamed_of(experts=ExpertOptions(loss=0.1))
     # Where all are in memory, too: what is asked for cannot be done by any memory.
     options = dataclasses.replace(OPTIONS, experts=ExpertOptions(loss=0.1))
     with pytest.raises(ConfigError, match=message):
@@ -198,10 +188,10 @@ def test_a_loss_without_nested_experts_is_refused(bundle_of, resident_of):
 
 
 @needs_native
-def test_an_answer_after_a_damaged_one_is_whole(bundle_of, resident_of):
+def test_an_answer_after_a_damaged_one_is_whole(resident_of, streamed_of):
     """What was begun when the other plane could not be read is begun again."""
-    engine = nested(bundle_of, resident_of, 2 * K, experts=ExpertOptions(predictor="none"))
-    expected = answer(resident_of(8, "int8-nested"))
+    engine = streamed_of(*NESTED, 2 * K, experts=ExpertOptions(predictor="none"))
+    expected = answer(resident_of(*NESTED))
     cache, store = engine.model.streamed.cache, engine.model.streamed.store
     read, low = cache._reader.read_into, {store.plane((1, e, 1)).segment.offset for e in range(E)}
     left = [12]
@@ -218,4 +208,3 @@ def test_an_answer_after_a_damaged_one_is_whole(bundle_of, resident_of):
         answer(engine)
     cache._reader.read_into = read
     assert answer(engine) == expected
-    engine.close()

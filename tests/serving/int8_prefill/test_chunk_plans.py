@@ -5,7 +5,8 @@ import itertools
 
 import pytest
 
-from jaxllm.int8_prefill.schedule import ORDERS, Order, prompt_subgraphs, simulate
+from jaxllm.int8_prefill.recipe import ORDERS, Order
+from jaxllm.int8_prefill.schedule import prompt_subgraphs, simulate
 from jaxllm.serving.int8_prefill.buckets import IntegerStageBucket
 from jaxllm.serving.int8_prefill.subgraph_times import ChunkPlanner, SubgraphTime, SubgraphTimes, chunk_plans
 from jaxllm.serving.runners.runner import plan_chunks

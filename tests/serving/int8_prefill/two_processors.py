@@ -63,7 +63,7 @@ def start_twice(path: str) -> None:
                 "measured": len(runs),
                 "integer": len(integer),
                 "loaded": sum(bucket in table.loaded for bucket in integer),
-                "times": [times(each) for each in int8.subgraphs(prompt)],
+                "times": [times(each) for each in int8.subgraphs(len(prompt.chunks))],
                 "logits": logits[0].tolist(),
             }
         )
@@ -104,7 +104,7 @@ def read_prompts(path: str, order: str, integer_bytes: str) -> None:
             found["runs"] = len(places)
             found["once"] = len(set(places)) == len(places)
             started = int8.begin(runner.start(60), prompt, 0)
-            subgraphs = int8.subgraphs(started)
+            subgraphs = int8.subgraphs(len(started.chunks))
             ends = {run.index: run.end_ms for run in trace.runs}
             starts = {run.index: run.start_ms for run in trace.runs}
             found["in_time"] = all(

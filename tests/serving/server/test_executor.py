@@ -11,7 +11,7 @@ import pytest
 
 from jaxllm import GenerationConfig
 from jaxllm.errors import ConfigError, ContextOverflow, JaxllmError
-from jaxllm.serving.elastic.objectives import Latency, whole_cost
+from jaxllm.serving.elastic.objectives import Latency, expected_cost
 from jaxllm.serving.elastic.planner import Load, Planner, Proposal
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.engine.step import step
@@ -116,7 +116,7 @@ def test_an_objective_is_planned_and_judged(executor, service, monkeypatch):
     with pytest.raises(JaxllmError, match="no sub-model meets"):
         together(executor, call(objective=Latency(ttft_ms=1e-3, tpot_ms=1.0), strict=True))
     # A call that insists is refused for now where others take its time.
-    times = whole_cost(service.profile, len(service.engine.tokenizer.encode(PROMPT)), 12)
+    times = expected_cost(service.profile, 100, len(service.engine.tokenizer.encode(PROMPT)), 12)
     insists = call(objective=Latency(ttft_ms=20 * times.ttft_ms, tpot_ms=20 * times.tpot_ms), strict=True)
     assert together(executor, insists)[0][-1].tokens == 12
     monkeypatch.setattr(executors, "load_of", lambda *_: Load(waiting_ms=30 * times.ttft_ms))

@@ -137,6 +137,7 @@ def test_experts_drafts_and_layers_are_holdings():
     )  # fmt: skip
     streamed = ExpertWeights.__new__(ExpertWeights)
     streamed.cache, streamed.store = cache, SimpleNamespace(least_bytes=lambda: 2)
+    streamed.counts = cache.counts
     streamed.budget_bytes = 9
     (holding,) = holdings_of(streamed=streamed)
     assert (holding.size_bytes, holding.limit_bytes, holding.least_bytes, holding.most_bytes) == (5, 9, 2, 9)

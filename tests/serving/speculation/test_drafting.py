@@ -11,11 +11,12 @@ from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeSh
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Verdict
 from jaxllm.serving.speculation import grower as grower_module
 from jaxllm.serving.speculation.costs import DraftTimes
-from jaxllm.serving.speculation.drafter import Growing
+from jaxllm.serving.speculation.drafter import Drafter
 from jaxllm.serving.speculation.grower import Confidence, Grower
 from jaxllm.serving.speculation.host_tree import grown, matching_tokens, root_alone, united
 from jaxllm.serving.speculation.lookup import LookupDrafter, NgramDrafter
 from jaxllm.serving.speculation.speculation import Speculation
+from jaxllm.speculation.token_tree import Growing
 
 LEARNED = SpeculationOptions(drafter="ngram", fallback="learned", alpha=0.01, lookup=False)
 
@@ -28,7 +29,7 @@ class Cache:
     length: int = 0
 
 
-class Silent:
+class Silent(Drafter):
     """A drafter that never speaks, and remembers how far it was to look."""
 
     times = DraftTimes(run_s=0.001, step_s=0.001)
@@ -94,7 +95,7 @@ def test_a_tree_as_published_is_verified_whole():
     by_cost = Speculation(Target(), Silent(), LEARNED)
     for nodes, took_s in ((8, 0.01), (16, 1.0), (8, 0.01), (16, 1.0)):
         by_cost._verify_cost.measured(nodes, took_s)
-    by_cost._payoff.drafted(draft_ms=1, verify_ms=10, tokens=2)
+    by_cost.payoff.drafted(draft_ms=1, verify_ms=10, tokens=2)
     assert by_cost._size(sure) == 8
     whole = Speculation(Target(), Silent(), SpeculationOptions.published(drafter="ngram"))
     whole._verify_cost = by_cost._verify_cost
@@ -104,11 +105,11 @@ def test_a_tree_as_published_is_verified_whole():
 def test_plain_tokens_come_by_the_dispatch_while_drafting_pauses():
     silent = Silent()
     rounds = Speculation(Target(), silent, SpeculationOptions(drafter="ngram", lookup=False))
-    rounds._payoff.plain(took_ms=5, tokens=1)
+    rounds.payoff.plain(took_ms=5, tokens=1)
     for _ in range(3):
-        rounds._payoff.drafted(draft_ms=5, verify_ms=10, tokens=1)
-    assert rounds._payoff.paused_tokens == 8
-    rounds._payoff.plain(took_ms=1e-3, tokens=1)
+        rounds.payoff.drafted(draft_ms=5, verify_ms=10, tokens=1)
+    assert rounds.payoff.paused_tokens == 8
+    rounds.payoff.plain(took_ms=1e-3, tokens=1)
     # Of a sampler drafting asks its temperature alone.
     row = BatchRow(
         token=np.array([0], np.int32), cache=Cache(), sampler=SimpleNamespace(temperature=np.float32(0)),
@@ -118,7 +119,7 @@ def test_plain_tokens_come_by_the_dispatch_while_drafting_pauses():
     # As many as drafting still pauses for, and not one by one.
     assert rounds.runner.asked == [7]
     assert (len(found.tokens), rounds.counts.plain_tokens) == (7, 7)
-    assert rounds._payoff.worthwhile
+    assert rounds.payoff.worthwhile
     # A draft that says nothing is followed by one token. The rest of an answer bounds its drafts.
     rounds.decode(dataclasses.replace(row, limit=7), [7])
     assert rounds.runner.asked == [7, 1]
@@ -167,7 +168,7 @@ def test_a_run_that_had_to_wait_is_not_the_last(monkeypatch):
     monkeypatch.setattr(grower_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
 
     def drafting(took_s):
-        def draft(tree, fed, cache, end):
+        def draft(params, tree, fed, cache, end):
             clock[0] += took_s
             fed = fed.copy()
             fed[0] = True
@@ -175,10 +176,12 @@ def test_a_run_that_had_to_wait_is_not_the_last(monkeypatch):
 
         return draft
 
-    grower = Grower(SimpleNamespace(), TreeShape(nodes=(8,), room=8), Confidence())
+    model = SimpleNamespace(params=None, bucket=lambda family, **fields: family)
+    runner = SimpleNamespace(model=model, buckets=SimpleNamespace())
+    grower = Grower(runner, TreeShape(nodes=(8,), room=8), Confidence())
     for took_s, hidden in ((9.0, False), (0.01, False), (0.01, False), (5.0, True)):
-        grower._draft = drafting(took_s)
-        grower.grow(root_alone(1, 8), np.zeros(8, bool), None, Growing(0.1, 8), 1, hidden=hidden)
+        runner.buckets.get = lambda bucket, took_s=took_s: drafting(took_s)
+        grower.grow(root_alone(1, 8), np.zeros(8, bool), Cache(), Growing(0.1, 8), 1, hidden=hidden)
     assert grower.times.step_s < 0.1
 
 
@@ -221,10 +224,10 @@ def test_the_union_has_what_both_say_once():
     assert places.tolist() == [0, -1, -1, -1, 1, 2]
 
 
-class Scripted:
+class Scripted(Drafter):
     """Proposes one tree, and remembers what became of it."""
 
-    times, memory, warm_up = DraftTimes(0.25, 0.0625, 0.5, 3), None, None
+    times = DraftTimes(0.25, 0.0625, 0.5, 3)
 
     def __init__(self, *nodes):
         self.nodes, self.followed, self.stepped = nodes, [], 0

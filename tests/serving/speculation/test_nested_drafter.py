@@ -17,14 +17,23 @@ from jaxllm.models.lora import LoraConfig
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
-from jaxllm.serving.host.direct_io import Storage
 from jaxllm.serving.opening import engine as opening
-from jaxllm.serving.speculation import model_drafter
-from jaxllm.serving.speculation.grower import confidence_temperature
+from jaxllm.serving.speculation import drafters
+from jaxllm.serving.speculation.grower import Confidence
 from jaxllm.serving.weights.streamed import EmbeddingRows
 from tests.models.test_lora import random_adapter
 from tests.serving.memory import budget
-from tests.serving.speculation.test_speculative import CFG, DRAWN, GREEDY, OPTIONS, PROMPT, TREES, sharp
+from tests.serving.speculation.test_speculative import (
+    CFG,
+    DRAWN,
+    GREEDY,
+    OPTIONS,
+    PROMPT,
+    TREES,
+    open_drafted,
+    ready,
+    sharp,
+)
 from tests.tiny import tiny_params, write_tiny_bundle
 
 pytestmark = [
@@ -33,22 +42,33 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    parts = elastic_parts(Ladder(levels=(25, 100)))
-    folder = tmp_path_factory.mktemp("nested")
-    return write_tiny_bundle(folder / "nested.jaxllm", "int8-nested", cfg=CFG, params=sharp(CFG), parts=parts)
+MIXTURE = dataclasses.replace(
+    CFG, model_type="qwen3_moe", qk_norm=True, layers=4, attention_windows=(), experts=4,
+    experts_per_token=2, expert_ffn_size=96, sparse_layers=(True, False, True, True),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def plain(path):
-    return Engine.open(path, options=OPTIONS, warm_up=False)
+def engines(tmp_path_factory):
+    """Without drafts, of a dense model and of a mixture."""
+    folder, parts = tmp_path_factory.mktemp("nested"), elastic_parts(Ladder(levels=(20, 50, 100)))
+
+    def opened(name, cfg):
+        path = folder / f"{name}.jaxllm"
+        write_tiny_bundle(path, "int8-nested", cfg=cfg, params=sharp(cfg), parts=parts)
+        return Engine.open(path, options=OPTIONS, warm_up=False)
+
+    return {CFG: opened("dense", CFG), MIXTURE: opened("moe", MIXTURE)}
 
 
-def answer(engine, config, prompt=PROMPT):
-    runner = engine.runner
-    runner.fill(runner.buckets_for(len(engine.tokenizer.encode(prompt)), config.max_tokens))
-    return engine.generate(prompt, config).tokens
+@pytest.fixture(scope="module")
+def plain(engines):
+    return engines[CFG]
+
+
+def answer(engine, config):
+    engine.runner.fill(engine.runner.buckets_for(len(engine.tokenizer.encode(PROMPT)), config.max_tokens))
+    return engine.generate(PROMPT, config).tokens
 
 
 def drafts(**more):
@@ -58,23 +78,12 @@ def drafts(**more):
     )  # fmt: skip
 
 
-def opened(path, options):
-    engine = Engine.open(path, options=options, speculation=drafts(), warm_up=False)
-    engine.warm_up(prompt_tokens=80, max_tokens=48)
-    engine.runner.fill(engine.runner.buckets_for(80, engine.speculation.cache_tokens(48)))
-    return engine
-
-
-def test_the_answer_is_that_of_both_planes(path, plain, compiles, monkeypatch):
+def test_the_answer_is_that_of_both_planes(plain, compiles, monkeypatch):
     """Streamed; of weights in memory and of levels `test_every_answer_is_the_weights_own` tells."""
-    # So slow that there is something to wait for.
-    options = dataclasses.replace(
-        OPTIONS, memory_bytes=budget(plain, 0.75, drafts()), storage=Storage(latency_ms=4)
-    )
-    engine = opened(path, options)
+    engine = open_drafted(plain, drafts(), 0.75)
     streamed, drafter, prunes = engine.model.streamed, engine.speculation.drafter, []
     # The drafter goes on from the target's keys and values, and reads no prompt.
-    monkeypatch.delattr(model_drafter, "prefill_prompt")
+    monkeypatch.delattr(drafters, "prefill_prompt")
     # The embedding stays in memory, so that no row of it is read.
     monkeypatch.delattr(EmbeddingRows, "_read")
     prune = drafter._prune
@@ -97,15 +106,12 @@ def test_the_answer_is_that_of_both_planes(path, plain, compiles, monkeypatch):
     engine.close()
 
 
-def test_a_context_keeps_the_attention_of_the_target_alone(path, plain):
+def test_a_context_keeps_the_attention_of_the_target_alone(plain):
     """Drafts attend, and are not counted: chunks are stored as if nothing had been drafted."""
-    options = dataclasses.replace(OPTIONS, kv_codec="channel")
-    whole = Engine.open(path, options=options, warm_up=False)
-    drafted = opened(path, options)
+    whole, drafted = (open_drafted(plain, each, kv_codec="channel") for each in (None, drafts()))
     masses = []
     for engine in (whole, drafted):
         run = engine.stream(PROMPT, GREEDY)
-        engine.runner.fill(engine.runner.buckets_for(80, 48))
         run.result()
         assert run.session.cache is not None
         masses.append(run.session.cache.mass[0, : len(run.session.tokens) - 1])
@@ -113,11 +119,10 @@ def test_a_context_keeps_the_attention_of_the_target_alone(path, plain):
     assert abs(masses[0] - masses[1]).max() < 1e-4 * abs(masses[0]).max()
 
 
-def test_an_adapter_drafts_as_well(path, plain, tmp_path):
+def test_an_adapter_drafts_as_well(plain, tmp_path):
     lora = LoraConfig(rank=4, alpha=16)
     write_adapter(tmp_path / "adapter", CFG, lora, random_adapter(CFG, lora, 0))
-    options = dataclasses.replace(OPTIONS, adapter_rank=4)
-    adapted, drafted = Engine.open(path, options=options, warm_up=False), opened(path, options)
+    adapted, drafted = (open_drafted(plain, each, adapter_rank=4) for each in (None, drafts()))
     before = drafted.generate(PROMPT, GREEDY).tokens
     for engine in (adapted, drafted):
         engine.set_adapter(tmp_path / "adapter")
@@ -127,16 +132,16 @@ def test_an_adapter_drafts_as_well(path, plain, tmp_path):
     assert drafted.generate(PROMPT, GREEDY).tokens == before
 
 
-def test_where_there_are_no_high_planes_or_no_room_for_them(path, plain, tmp_path):
-    options = dataclasses.replace(OPTIONS, memory_bytes=budget(plain, 0.4, drafts()))
+def test_where_there_are_no_high_planes_or_no_room_for_them(plain, tmp_path):
     with pytest.raises(BudgetExceeded, match="at least"):
-        Engine.open(path, options=options, speculation=drafts(), warm_up=False)
+        open_drafted(plain, drafts(), 0.4)
     other = write_tiny_bundle(tmp_path / "plain.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG))
     with pytest.raises(ConfigError, match="prepare the model with --weights int8-nested"):
         Engine.open(other, options=OPTIONS, speculation=drafts(), warm_up=False)
 
 
-def test_by_itself_a_model_drafts_where_it_can_and_may_pay(path, plain, tmp_path, monkeypatch):
+def test_by_itself_a_model_drafts_where_it_can_and_may_pay(plain, tmp_path, monkeypatch):
+    path = plain.model.bundle.path
     own = SpeculationOptions.by_itself()
     asked = drafts(trees=own.trees)
 
@@ -156,15 +161,13 @@ def test_by_itself_a_model_drafts_where_it_can_and_may_pay(path, plain, tmp_path
     assert drafter(path) == "nested"
     other = write_tiny_bundle(tmp_path / "plain.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG))
     assert drafter(other) is None
-    engine = Engine.open(path, options=OPTIONS, speculation=own, level=25, warm_up=False)
+    engine = Engine.open(path, options=OPTIONS, speculation=own, level=20, warm_up=False)
     assert engine.speculation is None
 
 
-def test_whether_drafts_pay_is_said(path):
-    engine = Engine.open(path, options=OPTIONS, speculation=drafts(pausing=True), warm_up=False)
+def test_whether_drafts_pay_is_said(plain):
+    engine = open_drafted(plain, drafts(pausing=True))
     assert draft_facts(engine.speculation)["drafts"]["pays"] is None
-    engine.warm_up(prompt_tokens=80, max_tokens=48)
-    engine.runner.fill(engine.runner.buckets_for(80, engine.speculation.cache_tokens(48)))
     engine.generate(PROMPT, GREEDY)
     facts = draft_facts(engine.speculation)["drafts"]
     assert facts["pays"] == (facts["drafted_token_ms"] <= facts["plain_token_ms"])
@@ -173,39 +176,26 @@ def test_whether_drafts_pay_is_said(path):
 
 
 def test_confidences_follow_the_sampler():
-    assert confidence_temperature(0.0, 1.0) == confidence_temperature(0.7, 1.0) == 1.0
-    assert confidence_temperature(0.0, 0.25) == 0.25
-    assert confidence_temperature(0.7, 0.25) == 0.7
+    for greedy, temperature, expected in (
+        (1.0, 0.0, 1.0),
+        (1.0, 0.7, 1.0),
+        (0.25, 0.0, 0.25),
+        (0.25, 0.7, 0.7),
+    ):
+        confidence = Confidence(greedy)
+        assert confidence.temperature == greedy
+        confidence.use(temperature)
+        assert confidence.temperature == expected
 
 
 # Many answers are those of the weights alone, and drawn ones in distribution.
 
 
-MIXTURE = dataclasses.replace(
-    CFG, model_type="qwen3_moe", qk_norm=True, layers=4, attention_windows=(), experts=4,
-    experts_per_token=2, expert_ffn_size=96, sparse_layers=(True, False, True, True),
-)  # fmt: skip
 ANSWERS, TOKENS = 24, 20
 # All cases together are more than 200 answers.
 CASES = [(CFG, 20, 0), (CFG, 0, 0), (CFG, 0, 0.8), (MIXTURE, 20, 0), (MIXTURE, 0, 0.9)]
 _MORE = [(CFG, 50, 0), (CFG, 20, 0.8), (CFG, 50, 0.8), (MIXTURE, 50, 0), (MIXTURE, 0, 0)]
 CASES += [pytest.param(*each, marks=pytest.mark.campaign) for each in _MORE]
-
-
-@pytest.fixture(scope="module")
-def bundles(tmp_path_factory):
-    folder, parts = tmp_path_factory.mktemp("nested"), elastic_parts(Ladder(levels=(20, 50, 100)))
-
-    def written(name, cfg):
-        path = folder / f"{name}.jaxllm"
-        return write_tiny_bundle(path, "int8-nested", cfg=cfg, params=sharp(cfg), parts=parts)
-
-    return {CFG: written("dense", CFG), MIXTURE: written("moe", MIXTURE)}
-
-
-@pytest.fixture(scope="module")
-def engines(bundles):
-    return {cfg: Engine.open(path, options=OPTIONS, warm_up=False) for cfg, path in bundles.items()}
 
 
 def prompts(cfg, count):
@@ -219,28 +209,11 @@ def config(place, tokens=TOKENS):
     return GenerationConfig(max_tokens=tokens, ignore_eos=True, sampling=drawn if place % 2 else Sampling())
 
 
-def drafted(whole, cfg, path, level, share):
-    options = SpeculationOptions(
-        drafter="nested", level=level, trees=TREES, pausing=False, fallback="fixed", alpha=1e-6
-    )
-    memory = budget(whole, share, options) if share else 0
-    engine_options = dataclasses.replace(OPTIONS, memory_bytes=memory)
-    engine = Engine.open(path, options=engine_options, speculation=options, warm_up=False)
-    ready(engine)
-    return engine
-
-
-def ready(engine):
-    engine.warm_up(prompt_tokens=12, max_tokens=TOKENS)
-    room = engine.speculation.cache_tokens(TOKENS) if engine.speculation else TOKENS
-    engine.runner.fill(engine.runner.buckets_for(12, room))
-
-
 @pytest.mark.usefixtures("shipped_compilations")
 @pytest.mark.parametrize(("cfg", "level", "share"), CASES)
-def test_every_answer_is_the_weights_own(engines, bundles, cfg, level, share):
-    ready(engines[cfg])
-    engine = drafted(engines[cfg], cfg, bundles[cfg], level, share)
+def test_every_answer_is_the_weights_own(engines, cfg, level, share):
+    ready(engines[cfg], 12, TOKENS)
+    engine = open_drafted(engines[cfg], drafts(level=level, lookup=True), share, tokens=(12, TOKENS))
     assert (engine.model.streamed is not None) == bool(share)
     same = [
         engine.generate(prompt, config(place)).tokens == engines[cfg].generate(prompt, config(place)).tokens
@@ -255,10 +228,10 @@ def test_every_answer_is_the_weights_own(engines, bundles, cfg, level, share):
 
 
 @pytest.mark.usefixtures("shipped_compilations")
-def test_drawn_tokens_have_the_distribution_of_the_weights(engines, bundles):
+def test_drawn_tokens_have_the_distribution_of_the_weights(engines):
     """Of other seeds than those of engines answers, so that nothing is the same but the distribution."""
-    ready(engines[CFG])
-    engine = drafted(engines[CFG], CFG, bundles[CFG], 0, 0)
+    ready(engines[CFG], 12, TOKENS)
+    engine = open_drafted(engines[CFG], drafts(lookup=True), tokens=(12, TOKENS))
     prompt, count, places = prompts(CFG, 1)[0], 400, 4
 
     def tokens(engine, first_seed):
