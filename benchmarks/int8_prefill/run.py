@@ -47,6 +47,7 @@ from benchmarks.models import calibrated_model, calibrated_shapes, made_once, sh
 from jaxllm.bundle import Bundle, rewrite_bundle
 from jaxllm.bundle.calibrations import prefill_parts, read_prefill
 from jaxllm.int8_prefill import schedule
+from jaxllm.int8_prefill.recipe import ORDERS
 from jaxllm.serving.buckets.bucket_table import BucketTable
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
@@ -114,7 +115,7 @@ def _phone_rows(phone: schedule.SpeedProfile, tokens: int) -> list[Row]:
         subgraphs = schedule.prompt_subgraphs(-(-tokens // chunk), shadowed_layers())
         return schedule.simulate(subgraphs, times, order), schedule.lower_bound_ms(subgraphs, times)
 
-    found = {_of_order(order): simulated(CHUNK_TOKENS, order) for order in reversed(schedule.ORDERS)}
+    found = {_of_order(order): simulated(CHUNK_TOKENS, order) for order in reversed(ORDERS)}
     # As the runner does: the chunk length of the least makespan, of equals the longest.
     by_chunk = {chunk: simulated(chunk, "out-of-order") for chunk in CHOSEN_CHUNKS}
     chunk = min(by_chunk, key=lambda each: by_chunk[each][0].makespan_ms)
@@ -272,7 +273,7 @@ def _on_two_processors(paths: Paths, plan: Plan) -> dict[str, Any]:
     return {
         "spans": found,
         "sharing": _sharing(int8, engines[OURS].runner.buckets, plan),
-        "decision_us": {order: _decision_us(subgraphs, order) for order in schedule.ORDERS},
+        "decision_us": {order: _decision_us(subgraphs, order) for order in ORDERS},
     }
 
 

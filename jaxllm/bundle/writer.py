@@ -138,13 +138,15 @@ def write_bundle(
     """
     if weights not in WEIGHT_FORMATS:
         raise ConfigError(f"weights must be one of {', '.join(WEIGHT_FORMATS)}, got {weights!r}")
+    pairs: Any = params
     if isinstance(params, Mapping):
         # In the order of the file; those that are not the model's are last.
         places = {name: place for place, name in enumerate(param_specs(cfg))}
-        params = sorted(params.items(), key=lambda pair: places.get(pair[0], len(places)))
+        pairs = sorted(params, key=lambda each: places.get(each, len(places)))
+        pairs = [(each, params[each]) for each in pairs]
     with _written(path) as writer:
         writer.tokenizer(tokenizer)
-        for param, spec, value, width in _in_file_order(cfg, params, expert_bits):
+        for param, spec, value, width in _in_file_order(cfg, pairs, expert_bits):
             parts_of = value.parts if isinstance(value, RowParts) else (value,)
             try:
                 writer.parameter(param, (stored_form(each, spec, weights, width) for each in parts_of))

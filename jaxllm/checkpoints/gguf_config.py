@@ -35,13 +35,13 @@ class Metadata(ConfigReader):
         )
         self.tensors = file.tensors
 
-    def integer(self, key: str, default: int | None = None) -> int:
+    def integer(self, key: str, default: int | None = None, **bounds: Any) -> int:
         """A whole number."""
-        return super().integer(key, self._default(key, default))
+        return super().integer(key, self._default(key, default), **bounds)
 
-    def number(self, key: str, default: float | None = None) -> float:
+    def number(self, key: str, default: float | None = None, **bounds: Any) -> float:
         """A finite number."""
-        return super().number(key, self._default(key, default))
+        return super().number(key, self._default(key, default), **bounds)
 
     def _default(self, key: str, default: Any) -> Any:
         if default is None:
@@ -145,7 +145,7 @@ def _rope(m: Metadata, head_dim: int) -> dict[str, Any]:
     keys: dict[str, Any] = {"head_dim": head_dim, "rope_theta": m.number("rope.freq_base", 10000.0)}
     if dim != head_dim:
         keys["partial_rotary_factor"] = (dim + 0.5) / head_dim if head_dim else 0.0
-    kind = m.text("rope.scaling.type", "linear" if m.has("rope.scale_linear") else "none")
+    kind = m.text("rope.scaling.type", "none" if m.optional_number("rope.scale_linear") is None else "linear")
     factor = m.number("rope.scaling.factor", m.number("rope.scale_linear", 1.0))
     original = m.integer("rope.scaling.original_context_length", 0)
     if kind == "linear" and factor != 1.0:

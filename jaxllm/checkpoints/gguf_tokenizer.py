@@ -150,7 +150,7 @@ class _Reader(ConfigReader):
         tokens = self.array("tokens", min(vocab_size, _MAX_TOKENS)).texts()
         if not tokens or len(set(tokens)) != len(tokens):
             raise CheckpointError("tokens must be distinct texts; download the file again")
-        if not self.has("token_type"):
+        if "token_type" not in self.keys():
             return tokens, [_NORMAL] * len(tokens)
         types = self.array("token_type", _MAX_TOKENS, len(tokens)).numbers()
         if not set(types) <= set(range(7)):

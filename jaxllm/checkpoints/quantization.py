@@ -127,7 +127,8 @@ def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str,
         scale = scale.swapaxes(-1, -2)
         if levels.ndim < 3 or stacked:
             return scale
-        return _scales_of_units(scale, *levels.shape[:2], of.group)
+        units, rows = levels.shape[:2]
+        return _scales_of_units(scale, units, rows, of.group)
 
     def of_outputs(scale: np.ndarray) -> np.ndarray:
         # They are rows like those of the levels, of another width.

@@ -127,7 +127,7 @@ def _experts(bundle: "Bundle") -> dict[str, Any]:
     keys = itertools.product(range(len(store.layers)), range(store.experts))
     widths = collections.Counter(store[key].bits for key in keys)
     return {
-        "expert_widths": {str(bits): widths[bits] for bits in store.widths},
+        "expert_widths": {str(bits): widths[bits] for bits in sorted(widths)},
         "calibration": expert_facts(bundle),
     }
 

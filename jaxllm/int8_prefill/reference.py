@@ -12,7 +12,13 @@ import jax.numpy as jnp
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.int8_prefill.shadow import PRODUCTS, contracts_last_axis, product_biases, product_matrices
+from jaxllm.int8_prefill.shadow import (
+    PRODUCTS,
+    contracts_last_axis,
+    product_biases,
+    product_matrices,
+    shadow_products,
+)
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.decoder import embed_tokens, final_normed, logits
@@ -21,7 +27,6 @@ from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.nn.layers import activate, normalize
 from jaxllm.nn.linear import add_normed, from_units, to_units
-from jaxllm.serving.int8_prefill.buckets import shadow_products
 
 # (layer, index in PRODUCTS, the product's input `[T, inputs]`) -> its results `[T, outputs]`, without biases.
 Rule = Callable[[int, int, jax.Array], Sequence[jax.Array]]

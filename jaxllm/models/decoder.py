@@ -226,11 +226,11 @@ def attend_layer(
     attend, rows = functools.partial(attend_cache, **cached), Rows.at(at)
     x, (past, mass) = attended(weights, x, cfg, attend, rows=rows)
     if cfg.encoder is not None:
-        source = past.source
-        assert source is not None
+        encoded = past.source
+        assert encoded is not None
 
         def attend_source(new: Heads, used: UsedUnits | None) -> tuple[jax.Array, Source]:
-            return source_attention(new.q, source, at, scale=cfg.attention_scale, used=used)
+            return source_attention(new.q, encoded, at, scale=cfg.attention_scale, used=used)
 
         x, source = attended(weights, x, cfg, attend_source, name="cross", rows=rows)
         past = dataclasses.replace(past, source=source)

@@ -108,8 +108,8 @@ def _at_experts(
     """The tokens before the experts, and a buffer for the outputs of all tiles."""
     routing = chosen_experts(weights, x, of.cfg)
     visiting = visiting_tokens(routing, of.cfg, rows)
-    tiles, weights = tiles_and_weights(routing, of.cfg.experts, live=visiting, loss=of.loss)
-    tokens = AtExperts(x=x, tiles=tiles, weights=weights, ids=routing.ids[0], ahead=ahead)
+    tiles, shares = tiles_and_weights(routing, of.cfg.experts, live=visiting, loss=of.loss)
+    tokens = AtExperts(x=x, tiles=tiles, weights=shares, ids=routing.ids[0], ahead=ahead)
     return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles)
 
 

@@ -17,9 +17,8 @@ from jaxllm.models.encoder.config import EncoderConfig
 from jaxllm.models.encoder.mobilebert import encoder_shapes
 from jaxllm.models.tiny_lm import TlmConfig, grow_vocabulary, tlm_from_encoder, tlm_shapes
 from jaxllm.quant import quantize
-from tests.models.encoder.tiny import MOBILE, encode, front_mask, params_of, random_values
+from tests.models.encoder.tiny import MOBILE, encode, front_mask, params_of, random_values, tokens_of
 from tests.quick_jit import jit
-from tests.serving.server.test_encoder_decoders import tokens_of
 
 TLM = TlmConfig(
     encoder=dataclasses.replace(MOBILE, layers=3, ffn_blocks=1), shared_layers=1, levels=4, prompt_levels=5

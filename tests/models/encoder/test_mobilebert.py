@@ -14,9 +14,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.encoder.mobilebert import embed_tokens, encode_layers, encoder_shapes, init_values
 from jaxllm.quant import dequantize, quantize, to_blocks
 from tests.kernels.switching import fall_back
-from tests.models.encoder.tiny import CONFIGS, MOBILE, encode, front_mask, params_of
+from tests.models.encoder.tiny import CONFIGS, MOBILE, encode, front_mask, params_of, tokens_of
 from tests.quick_jit import jit
-from tests.serving.server.test_encoder_decoders import tokens_of
 
 COUNT = 7
 TOKENS, ALL_REAL = tokens_of(MOBILE, 3, COUNT), np.ones((3, COUNT), bool)
