@@ -142,8 +142,7 @@ def write_bundle(
     if isinstance(params, Mapping):
         # In the order of the file; those that are not the model's are last.
         places = {name: place for place, name in enumerate(param_specs(cfg))}
-        pairs = sorted(params, key=lambda each: places.get(each, len(places)))
-        pairs = [(each, params[each]) for each in pairs]
+        pairs = sorted(pairs.items(), key=lambda pair: places.get(pair[0], len(places)))
     with _written(path) as writer:
         writer.tokenizer(tokenizer)
         for param, spec, value, width in _in_file_order(cfg, pairs, expert_bits):
