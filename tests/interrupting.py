@@ -4,8 +4,9 @@
     with Interrupt(files, at=17) as one: act()               raises KeyboardInterrupt at the 17th
 
 Lines are counted as they are run, in this thread and in the files that are named. The end of a `with` is not
-counted: Python looks for signals after calls, at jumps backward and where functions begin, so that nothing
-can come between the last line inside and the call of `__exit__`. An interrupt there would leave a lock held.
+counted, nor is a line without an instruction, such as `try:`: Python looks for signals after calls, at jumps
+backward and where functions begin, so that nothing can come between the last line inside and the call of
+`__exit__`. An interrupt there would leave a lock held, as would one at a `try:`, which no handler covers.
 """
 
 import dis
@@ -52,7 +53,7 @@ class Interrupt:
     def _trace(self, frame: FrameType, event: str, _: Any) -> Any:
         if not frame.f_code.co_filename.endswith(self._files):
             return None
-        if event == "line" and frame.f_lasti not in _ends_of_with(frame.f_code):
+        if event == "line" and frame.f_lasti not in _uninterrupted(frame.f_code):
             self.lines += 1
             if self.lines == self._at:
                 name = frame.f_code.co_filename.rpartition("/")[2]
@@ -63,13 +64,14 @@ class Interrupt:
 
 
 @functools.cache
-def _ends_of_with(code: CodeType) -> frozenset[int]:
-    """Offsets of the instructions that begin to leave a `with`: a call of `__exit__`, or an error."""
+def _uninterrupted(code: CodeType) -> frozenset[int]:
+    """Offsets of instructions that do nothing, and of those that begin to leave a `with`: a call of
+    `__exit__`, or an error."""
     steps, found = [*dis.get_instructions(code)], set[int]()
     for number, step in enumerate(steps):
         following = steps[number : number + 4]
         names = [each.opname for each in following]
-        if names[:2] == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]:
+        if names[0] == "NOP" or names[:2] == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]:
             found.add(step.offset)
         nothing = [each.argval for each in following[:3]] == [None] * 3
         if nothing and names[:3] == ["LOAD_CONST"] * 3 and names[3:] in (["CALL"], ["PRECALL"]):
