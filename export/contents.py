@@ -1,7 +1,7 @@
 """Lists the contents of each format's programs, and the packages that it needs: the only place that names
 what a format lacks.
 
-Exporters call `require_contents`; the guide of exports has a table of `CONTENTS`.
+Exporters call `require_contents`; the guide of exports lists `CONTENTS`.
 """
 
 import dataclasses

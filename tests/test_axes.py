@@ -12,7 +12,7 @@ from jaxllm.contexts.codecs import CODECS, ChunkFormat, ChunkShape
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import outlier_counts
 from jaxllm.int8_prefill.reference import forward_by_rule, plain_rule, scores_by_rule
-from jaxllm.int8_prefill.shadow import FloatRows
+from jaxllm.int8_prefill.shadow import FloatRows, shadow_products
 from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration
 from jaxllm.kv.cache import TokenPositions, new_cache, write_rows
 from jaxllm.kv.chunks import LayerChunks
@@ -29,7 +29,6 @@ from jaxllm.sampling import (
     sample,
     sampler_state,
 )
-from jaxllm.serving.int8_prefill.buckets import shadow_products
 from jaxllm.speculation.tree import add_nodes, best_confidence, deepest, missing_tokens, new_tree, path_to
 from jaxllm.steps.layers import restore_layer
 from jaxllm.steps.model import BlockEnd, decode_tokens, prefill_chunk, score_chunk
@@ -191,7 +190,7 @@ STEPS_OF_A_LAYER = {
 STEPS_WITHOUT = {
     "keep_path takes nodes as": (keep_path, CACHE, floats(4), ONE),
     "add_nodes takes tokens as [T] int32 with T = 2": (
-        add_nodes, TREE, ints(2), ints(3), floats(2), np.ones(2, bool),
+        add_nodes, TREE, ints(2), ints(3), floats(2), np.ones(2, bool), floats(2),
     ),
     "sample takes logits as [B, V] float32": (sample, floats(V), SAMPLER),
     "penalize takes logits as [B, V] float32": (penalize, floats(V), SAMPLER),

@@ -10,13 +10,13 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.cli import bench_command
-from benchmarks.contexts.switching import CHUNK_TOKENS
 from benchmarks.harness.bench import Run
 from benchmarks.harness.report import OURS
 from benchmarks.int8_prefill import QUANTIZERS, Plan
 from benchmarks.int8_prefill.accuracy import CLIPPED, WIDE, pruned_calibrations
 from benchmarks.int8_prefill.activation_quantizers import PER_TENSOR, rule_of
 from benchmarks.int8_prefill.run import (
+    CHUNK_TOKENS,
     MODEL,
     headline_phone,
     run,

@@ -11,13 +11,12 @@ import pytest
 from jaxllm.contexts.codecs import WIDTHS, ChunkShape
 from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import ConfigError
-from jaxllm.export.device.contexts import ProgramContext, ProgramContexts, loaded
+from jaxllm.export.device.contexts import ProgramContext, ProgramContexts, encoded, loaded
 from jaxllm.export.folder_format.signature import CHUNK_TOKENS, KEYS, VALUES, cache_shapes, chunk_format
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
 from jaxllm.kv.cache import Past
 from jaxllm.kv.chunks import encode_chunks
-from jaxllm.serving.contexts.record import encoded
 from jaxllm.serving.engine.request import GenerationConfig
 from tests.export.models import CFG, CHUNKS, CONTEXT, exported
 

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.int8_prefill.shadow import FloatRows, excess, rooms
+from jaxllm.int8_prefill.shadow import FloatRows, excess, rooms, shadow_products
 from jaxllm.nn import linear
 from jaxllm.quant import dequantize, quantize, to_blocks
-from jaxllm.serving.int8_prefill.buckets import shadow_products
 from tests.variants import every_variant
 
 WIDTH, STEP = 40, np.float32(0.01)

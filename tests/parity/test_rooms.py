@@ -300,12 +300,16 @@ def programs(family):
         signatures=tuple(plan.signatures(WHOLE, lambda name: "")), files={}, made_with={},
     )  # fmt: skip
 
-    def step(signature):
-        program = traced(signature, subject, plan, precision="f32", platforms=("cpu",))
-        return jax.export.deserialize(bytearray(program.serialize())).call
+    class Programs(JaxPrograms):
+        def step(self, signature):
+            program = traced(signature, subject, plan, precision="f32", platforms=("cpu",))
+            return jax.export.deserialize(bytearray(program.serialize())).call
+
+        def contents(self, signature):
+            return signature.name
 
     weights = {WHOLE: subject.levels[WHOLE].views(subject.arrays)}
-    executor = JaxPrograms(manifest, weights, step, lambda each: each.name, None)
+    executor = Programs(manifest, weights)
     engine = Engine(ProgramModel(executor, family.engine.tokenizer))
     assert family.error(engine) < TOLERANCE
 

@@ -249,4 +249,3 @@ def test_configs_that_cannot_be(change, match):
     with pytest.raises(ConfigError, match=match):
         dataclasses.replace(MIXED, mixed=dataclasses.replace(MIXED.mixed, **change))
     assert type(MIXED).from_json(MIXED.to_json()) == MIXED
-    assert "rotated_dim" not in tiny.TINY.to_json()["rope"]

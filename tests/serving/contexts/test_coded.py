@@ -4,6 +4,7 @@ together with everything else that an engine can do."""
 import dataclasses
 import sys
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -340,6 +341,9 @@ def test_what_cannot_is_refused_by_name(kept, coded_engine, monkeypatch):
         coded_engine("int8-nested", SpeculationOptions(drafter="nested"))
     with pytest.raises(ConfigError, match="no native kernels here attend to caches of bfloat16"):
         coded_engine("int8-nested", cache_dtype="bfloat16")
-    monkeypatch.setattr("jaxllm.serving.opening.make_runners._prefill_modes", lambda *_, **__: object())
+    monkeypatch.setattr(
+        "jaxllm.serving.opening.make_runners._prefill_modes",
+        lambda *_, **__: SimpleNamespace(modes=SimpleNamespace(calibration=None)),
+    )
     with pytest.raises(ConfigError, match="because it prefills in integers"):
         coded_engine("int8")

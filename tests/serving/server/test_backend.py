@@ -52,7 +52,7 @@ def test_facts_health_and_figures(backend, monkeypatch):
     # What the model's authors advise is the default of calls, unless an option switches it off.
     engine, advised = backend.executor.service.engine, {"top_k": 1}
     files = dataclasses.replace(engine.tokenizer.files, sampling=advised)
-    monkeypatch.setattr(type(engine.tokenizer), "files", files)
+    monkeypatch.setattr(engine.tokenizer, "files", files)
     for used, expected in ((True, advised), (False, {})):
         backend.opened(backend.executor, model_sampling=used)
         assert backend.facts().sampling == expected

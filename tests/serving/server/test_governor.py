@@ -148,8 +148,7 @@ def test_experts_drafts_and_layers_are_holdings():
     }  # fmt: skip
     assert storage_figures(SimpleNamespace(streamed=None)) == {}, "weights in memory are not read"
     # Drafts stop where not all of their memory may be there.
-    said, memory = [], SimpleNamespace(size_bytes=70, most_bytes=100)
-    drafter = SimpleNamespace(memory=memory)
+    said, drafter = [], SimpleNamespace(size_bytes=70, most_bytes=100)
     (holding,) = holdings_of(speculation=SimpleNamespace(draft=said.append, drafter=drafter))
     assert (holding.size_bytes, holding.limit_bytes, holding.most_bytes) == (70, 100, 100)
     for limit in (99, 0, 100):

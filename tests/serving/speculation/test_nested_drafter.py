@@ -85,7 +85,7 @@ def test_the_answer_is_that_of_both_planes(plain, compiles, monkeypatch):
     # The drafter goes on from the target's keys and values, and reads no prompt.
     monkeypatch.delattr(drafters, "prefill_prompt")
     # The embedding stays in memory, so that no row of it is read.
-    monkeypatch.delattr(EmbeddingRows, "_read")
+    monkeypatch.delattr(EmbeddingRows, "_checked")
     prune = drafter._prune
     monkeypatch.setattr(drafter, "_prune", lambda: (prunes.append(1), prune()))
     with compiles() as count:
