@@ -7,10 +7,8 @@ requests wait. `text/droppable.py` defines the droppable parts of a prompt.
 
 The input of the tiny LM (`models/tiny_lm.py`) is an SLO's two marks, followed by a prompt. A prompt that is
 longer than a row is split into several rows of about the same length, each after the marks. Scores are taken
-from all rows, and the decision is their mean (`pooled`).
+from all rows, and the decision from the first.
 """
-
-from typing import Any
 
 import numpy as np
 
@@ -227,8 +225,3 @@ def marked(tokens: np.ndarray, slo: Slo, mark_ids: tuple[int, ...]) -> np.ndarra
 def read_scores(scores: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """The scores of a prompt's tokens `[T]`, from the scores of its rows `[R, W]`."""
     return scores[:, MARKS:][mask[:, MARKS:]]
-
-
-def pooled(logits: Any) -> Any:
-    """The logits of a prompt's decision `[..., C]`: the mean over its rows `[..., R, C]`."""
-    return logits.mean(-2)

@@ -1,7 +1,7 @@
 """Proposes choices with a tiny LM, run by buckets of the live service or by programs.
 
 One pass over a prompt scores its tokens and proposes a level and a prompt ratio; a longer prompt takes
-several passes, whose logits are pooled. This module imports no JAX.
+several passes, of which the first decides. This module imports no JAX.
 """
 
 import statistics
@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from jaxllm.elastic.compression import MARKS, marked, pooled
+from jaxllm.elastic.compression import MARKS, marked
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError
 from jaxllm.serving.elastic.planner import Proposal
@@ -126,7 +126,7 @@ class TinyProposer:
         outs = [self._run(rows[i : i + 1], mask[i : i + 1]) for i in range(len(rows))]
         keep, model, share = (np.concatenate(parts) for parts in zip(*outs, strict=True))
         likely = self._reader.keep_likely(prompt, keep, mask)
-        return likely, (pooled(model.astype(np.float64)), pooled(share.astype(np.float64)))
+        return likely, (model[0].astype(np.float64), share[0].astype(np.float64))
 
     def _time(self, length: int) -> float:
         row, mask, times = np.zeros((1, length), np.int32), np.ones((1, length), bool), []

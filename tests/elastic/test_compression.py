@@ -13,7 +13,6 @@ from jaxllm.elastic.compression import (
     input_rows,
     keep_tokens,
     marked,
-    pooled,
     read_scores,
     spread,
     stays_anyway,
@@ -169,8 +168,6 @@ def test_rows_by_hand():
     np.testing.assert_array_equal(told[:, :2], [[100, 117]] * 2)
     np.testing.assert_array_equal(told[:, 2:], tokens[:, 2:])
     assert not tokens[:, :2].any()
-    # Rows decide together.
-    np.testing.assert_array_equal(pooled(np.array([[[1.0, 4.0], [3.0, -2.0]]])), [[2, 1]])
     with pytest.raises(ConfigError, match="no room"):
         input_rows(np.arange(3), 2)
 

@@ -6,7 +6,6 @@ anew for every row, so that scores do not depend on them and decisions are learn
 """
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -50,11 +49,11 @@ class ScoreBatch:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class DecisionBatch:
-    """Questions with their decisions, all of the same number of rows.
+    """Questions with their decisions.
 
     Attributes:
-      tokens: `[B, R, T]` int32.
-      mask: `[B, R, T]` bool, True = a real token.
+      tokens: `[B, T]` int32, the first row of each.
+      mask: `[B, T]` bool, True = a real token.
       choices: `[B, 2]` int32, the classes of level and prompt ratio.
       weights: `[B, 1]` float32.
       sources: `[B, 1]` int32, the number of each row's SLO.
@@ -100,7 +99,8 @@ class DecisionRows:
     """Questions with their labels under every objective.
 
     Attributes:
-      rows: `[R, T]` int32 tokens with room for marks, and `[R, T]` bool mask, for each of N questions.
+      tokens: `[N, T]` int32, the first row of each question, with room for marks.
+      mask: `[N, T]` bool, True = a real token.
       labels: `[N, S, 2]` int32 (see `self_labels.lightest`).
       slos: S objectives.
       mark_ids: token of each of `marks()`.
@@ -108,7 +108,8 @@ class DecisionRows:
       seed: seed of the samples.
     """
 
-    rows: Sequence[tuple[np.ndarray, np.ndarray]]
+    tokens: np.ndarray
+    mask: np.ndarray
     labels: np.ndarray
     slos: tuple[Slo, ...]
     mark_ids: tuple[int, ...]
@@ -116,45 +117,23 @@ class DecisionRows:
     seed: int
 
     def batch_at(self, step: int) -> DecisionBatch:
-        """Returns the batch of a step (from 0): questions and objectives sampled at random.
-
-        All questions of a batch have the same number of rows, so that no step computes padding; the number
-        is sampled first, so that all questions are equally likely.
-        """
+        """Returns the batch of a step (from 0): questions and objectives sampled at random."""
         draw = np.random.default_rng([self.seed, 2, step])
-        groups = self._groups
-        sizes = np.array([len(group) for group in groups])
-        group = groups[draw.choice(len(groups), p=sizes / sizes.sum())]
-        questions = group[draw.integers(0, len(group), self.batch)]
+        questions = draw.integers(0, len(self.tokens), self.batch)
         return self._batch(questions, draw.integers(0, len(self.slos), self.batch))
 
     def held_out(self) -> Iterator[DecisionBatch]:
-        """Every question under every objective once, in the order of `order`; padding has weights of zero."""
-        for group in self._groups:
-            count = len(group) * len(self.slos)
-            for first in range(0, count, self.batch):
-                places = np.arange(first, first + self.batch)
-                questions, slos = np.divmod(places % count, len(self.slos))
-                batch = self._batch(group[questions], slos)
-                yield dataclasses.replace(batch, weights=(places < count).astype(np.float32)[:, None])
-
-    @property
-    def order(self) -> np.ndarray:
-        """`[N]` int, the questions in the order of `held_out`."""
-        return np.concatenate(self._groups)
-
-    @functools.cached_property
-    def _groups(self) -> list[np.ndarray]:
-        """The questions of each number of rows."""
-        counts = np.array([len(tokens) for tokens, _ in self.rows])
-        return [np.flatnonzero(counts == count) for count in np.unique(counts)]
+        """Every question under every objective once, in order; padding has weights of zero."""
+        count = len(self.tokens) * len(self.slos)
+        for first in range(0, count, self.batch):
+            places = np.arange(first, first + self.batch)
+            batch = self._batch(*np.divmod(places % count, len(self.slos)))
+            yield dataclasses.replace(batch, weights=(places < count).astype(np.float32)[:, None])
 
     def _batch(self, questions: np.ndarray, slos: np.ndarray) -> DecisionBatch:
-        tokens, mask = zip(*(self.rows[each] for each in questions), strict=True)
-        objectives = [self.slos[each] for each in slos]
         return DecisionBatch(
-            tokens=_marked_each(np.stack(tokens), objectives, self.mark_ids),
-            mask=np.stack(mask),
+            tokens=_marked_each(self.tokens[questions], [self.slos[each] for each in slos], self.mark_ids),
+            mask=self.mask[questions],
             choices=self.labels[questions, slos],
             weights=np.ones((self.batch, 1), np.float32),
             sources=slos.astype(np.int32)[:, None],

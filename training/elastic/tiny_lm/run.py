@@ -44,7 +44,7 @@ from jaxllm.training.elastic.tiny_lm.self_labels import (
     kept_support,
     lightest,
 )
-from jaxllm.training.elastic.tiny_lm.start import TinyLmSources, decide_job, decided, score_job
+from jaxllm.training.elastic.tiny_lm.start import TinyLmSources, decide_job, score_job
 from jaxllm.training.elastic.tiny_lm.word_labels import question_score_rows, token_support
 from jaxllm.training.loop.fitting import fit
 from jaxllm.training.loop.monitoring import progress_bar
@@ -186,7 +186,10 @@ def decision_rows(
         answers.correct[chosen], slos, recipe.levels, recipe.prompt_ratios, answers.shares[chosen]
     )
     rows = [reader.rows(questions[each].prompt) for each in np.flatnonzero(chosen).tolist()]
-    return DecisionRows(rows, labels, tuple(slos), reader.mark_ids, recipe.decide.batch, recipe.decide.seed)
+    tokens, mask = (np.stack([row[side][0] for row in rows]) for side in range(2))
+    return DecisionRows(
+        tokens, mask, labels, tuple(slos), reader.mark_ids, recipe.decide.batch, recipe.decide.seed
+    )
 
 
 # Number of rows that are scored in one dispatch.
@@ -236,14 +239,12 @@ def keep_metrics(
 
 def decisions(cfg: TlmConfig, params: Mapping[str, Any], rows: DecisionRows) -> np.ndarray:
     """The tiny LM's choices `[N, S, 2]` for all questions under all objectives of some rows."""
-    decide = jax.jit(functools.partial(decided, cfg=cfg))
+    decide = jax.jit(functools.partial(tlm.decide, cfg=cfg))
     chosen = []
     for batch in rows.held_out():
         likely = [np.asarray(each).argmax(-1) for each in decide(params, batch.tokens, batch.mask)]
         chosen.append(np.stack(likely, axis=-1)[batch.weights[:, 0] > 0])
-    ordered = np.empty_like(rows.labels)
-    ordered[rows.order] = np.concatenate(chosen).reshape(rows.labels.shape)
-    return ordered
+    return np.concatenate(chosen).reshape(rows.labels.shape)
 
 
 def decision_metrics(chosen: np.ndarray, labels: np.ndarray, slos: Sequence[Slo]) -> dict[str, Any]:

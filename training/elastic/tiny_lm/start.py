@@ -10,11 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from jaxllm.checkpoints.encoder_folders import read_encoder
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
-from jaxllm.elastic.compression import pooled
 from jaxllm.elastic.slo import marks
 from jaxllm.errors import ConfigError
 from jaxllm.models import tiny_lm as tlm
@@ -139,7 +137,7 @@ def decide_job(start: Start, trained: Mapping[str, Any], settings: TrainSettings
     own = {name: value for name, value in start.params.items() if name.startswith("decide.")}
 
     def losses(params: Params, frozen: Params, batch: DecisionBatch) -> tuple[jax.Array, jax.Array]:
-        logits = decided(
+        logits = tlm.decide(
             {**frozen, **params}, jnp.asarray(batch.tokens), jnp.asarray(batch.mask), cfg=cfg, dtype=dtype
         )
         entropy = optax.softmax_cross_entropy_with_integer_labels
@@ -147,27 +145,6 @@ def decide_job(start: Start, trained: Mapping[str, Any], settings: TrainSettings
         return jnp.asarray(both)[:, None], jnp.zeros(())
 
     return Job(own, losses, _without(trained, "score."))
-
-
-def decided(
-    params: Params, tokens: jax.Array, mask: jax.Array, *, cfg: TlmConfig, dtype: DTypeLike = jnp.float32
-) -> tuple[jax.Array, jax.Array]:
-    """The decision of questions of R rows each, in one piece as in service.
-
-    Args:
-      params: of the tiny LM.
-      tokens: `[B, R, T]` int32.
-      mask: `[B, R, T]` bool.
-      cfg: the tiny LM.
-      dtype: of the activations.
-
-    Returns:
-      Logits of the levels `[B, levels]` and of the prompt's ratios `[B, ratios]`, float32.
-    """
-    flat = tokens.shape[0] * tokens.shape[1], tokens.shape[2]
-    logits = tlm.decide(params, tokens.reshape(flat), mask.reshape(flat), cfg=cfg, dtype=dtype)
-    model, share = (pooled(each.reshape(*tokens.shape[:2], -1)) for each in logits)
-    return model, share
 
 
 def _without(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:

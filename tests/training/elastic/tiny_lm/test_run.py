@@ -31,6 +31,7 @@ from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
 from jaxllm.training.elastic.tiny_lm.run import (
     answer_metrics,
     decision_metrics,
+    decision_rows,
     decisions,
     keep_metrics,
     keep_scores,
@@ -77,15 +78,12 @@ def test_the_decision_head_learns_what_marks_say_and_moves_nothing_else(tmp_path
     recipe = dataclasses.replace(TLM_RECIPE, score=settings, decide=settings)
     start = Start.of(recipe, TOKENIZER)
     draw = np.random.default_rng(0)
-    # Of one row and of several.
-    counts = draw.integers(1, 4, 40)
-    shapes = [(count, 8) for count in counts]
-    read = [(draw.integers(0, 200, each).astype(np.int32), np.ones(each, bool)) for each in shapes]
+    read = draw.integers(0, 200, (40, 8)).astype(np.int32), np.ones((40, 8), bool)
     ttft, tpot = np.array([marks_of(slo) for slo in TOLD_SLOS]).T
     rule = np.stack([tpot - 9 >= 4, np.clip(ttft // 3, 0, 2)], axis=-1).astype(np.int32)
     labels = np.broadcast_to(rule, (40, *rule.shape))
-    rows = DecisionRows(read, labels, TOLD_SLOS, start.mark_ids, settings.batch, 0)
-    other = dataclasses.replace(rows, rows=read[::-1][:3], labels=labels[:3])
+    rows = DecisionRows(*read, labels, TOLD_SLOS, start.mark_ids, settings.batch, 0)
+    other = dataclasses.replace(rows, tokens=read[0][:3, ::-1], mask=read[1][:3], labels=labels[:3])
     trained = {name: value for name, value in start.params.items() if not name.startswith("decide.")}
     job = decide_job(start, trained, settings)
     params = learn(job, settings, rows, tmp_path)
@@ -95,31 +93,31 @@ def test_the_decision_head_learns_what_marks_say_and_moves_nothing_else(tmp_path
 
 
 @pytest.mark.slow
-def test_every_row_of_a_prompt_decides_and_batches_hold_prompts_of_as_many():
+def test_the_first_row_of_a_prompt_decides():
     draw = np.random.default_rng(0)
-    counts = (2, 1, 3, 1, 2)
-    read = [
-        (draw.integers(0, 200, (count, 8)).astype(np.int32), np.ones((count, 8), bool)) for count in counts
-    ]
     short = dataclasses.replace(HEAD, row_tokens=8)
-    start = Start.of(dataclasses.replace(TLM_RECIPE, score=short, decide=short), TOKENIZER)
-    labels = draw.integers(0, 2, (5, len(SLOS), 2)).astype(np.int32)
-    rows = DecisionRows(read, labels, SLOS, start.mark_ids, 4, 0)
-    drawn = [rows.batch_at(step) for step in range(60)]
-    assert {batch.tokens.shape for batch in drawn} == {(4, count, 8) for count in set(counts)}
-    # One of five questions has three rows.
-    assert sum(batch.tokens.shape[1] == 3 for batch in drawn) / 60 == pytest.approx(1 / 5, abs=0.1)
+    recipe = dataclasses.replace(TLM_RECIPE, score=short, decide=dataclasses.replace(short, batch=4))
+    start = Start.of(recipe, TOKENIZER)
+    reader = start.reader(8)
+    texts = (" ".join("a" * words) for words in (1, 9, 30))
+    examples = [TaskExample(user=each, answer="b", options=("b", "c")) for each in texts]
+    questions = [Question.read(TOKENIZER, each) for each in examples]
+    read = [reader.rows(each.prompt) for each in questions]
+    assert len(read[0][0]) < len(read[2][0])
+    classes = len(recipe.levels), len(recipe.prompt_ratios)
+    answers = Answers(draw.random((3, *classes)) < 0.5, np.ones((3, classes[1])))
+    rows = decision_rows(recipe, answers, questions, np.ones(3, bool), reader, SLOS)
     held_out = [batch.choices[batch.weights[:, 0] > 0] for batch in rows.held_out()]
-    np.testing.assert_array_equal(np.concatenate(held_out), labels[rows.order].reshape(-1, 2))
-
+    np.testing.assert_array_equal(np.concatenate(held_out), rows.labels.reshape(-1, 2))
     wide = {name: 4 * value for name, value in start.params.items()}
     chosen = decisions(start.cfg, wide, rows)
     decide = jax.jit(functools.partial(tlm.decide, wide, cfg=start.cfg))
     for question, (tokens, mask) in enumerate(read):
         for number, slo in enumerate(SLOS):
-            each = decide(marked(tokens, slo, start.mark_ids), mask)
-            by_hand = [int(np.asarray(logits).mean(0).argmax()) for logits in each]
-            assert chosen[question, number].tolist() == by_hand
+            each = decide(marked(tokens[:1], slo, start.mark_ids), mask[:1])
+            assert chosen[question, number].tolist() == [
+                int(np.asarray(logits)[0].argmax()) for logits in each
+            ]
 
 
 def test_metrics_of_decisions_and_what_they_are_worth_by_hand():
