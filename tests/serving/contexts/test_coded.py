@@ -332,7 +332,7 @@ def test_a_model_that_drafts_by_itself_does_not_where_it_could_not(coded_engine,
         engine.close()
 
 
-def test_what_cannot_is_refused_by_name(kept, coded_engine, monkeypatch):
+def test_what_cannot_is_refused_by_name(kept, engine_of, coded_engine, monkeypatch):
     with pytest.raises(ConfigError, match="name a kv_codec"):
         EngineOptions(attend_coded=True)
     with pytest.raises(ConfigError, match="because its weights are streamed"):
@@ -341,9 +341,10 @@ def test_what_cannot_is_refused_by_name(kept, coded_engine, monkeypatch):
         coded_engine("int8-nested", SpeculationOptions(drafter="nested"))
     with pytest.raises(ConfigError, match="no native kernels here attend to caches of bfloat16"):
         coded_engine("int8-nested", cache_dtype="bfloat16")
+    engine_of("raw", "int8")
     monkeypatch.setattr(
         "jaxllm.serving.opening.make_runners._prefill_modes",
-        lambda *_, **__: SimpleNamespace(modes=SimpleNamespace(calibration=None)),
+        lambda *_, **__: SimpleNamespace(calibration=None),
     )
     with pytest.raises(ConfigError, match="because it prefills in integers"):
         coded_engine("int8")
