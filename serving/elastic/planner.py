@@ -106,7 +106,7 @@ class _Request:
     load: Load = IDLE
     tokenize_ms: float = 0.0
     began: float = 0.0
-    reused: Mapping[int, int] = _NONE
+    reused: Mapping[int, int] = dataclasses.field(default_factory=lambda: _NONE)
 
     def spent_ms(self) -> float:
         """Time since the request came."""
