@@ -193,7 +193,7 @@ def written_gguf(
 
 def random_source(name: str, cfg: ModelConfig, bench: Run[Plan]) -> tuple[Path, dict[str, Any]]:
     """The folder of a model of random weights and a tokenizer of byte pairs learned of texts, and what GGUF
-    files say of the latter; tells what it is made of."""
+    files say of the latter; reports its sources."""
     data = bench.plan.vocabulary_data
     texts = [stories_file(None)]
     if data is not None:

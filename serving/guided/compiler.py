@@ -107,7 +107,7 @@ class Matcher:
 
     Tokens that end the answer are allowed exactly where the text may end. If the grammar allows only one
     text, its tokens are *forced*: the tokenizer's encoding of it. Masks are computed in another process
-    while the engine does other work: after `take`, `ready` tells whether they have arrived, and earlier
+    while the engine does other work: after `take`, `ready` reports whether they have arrived, and earlier
     uses wait.
 
     Attributes:
@@ -432,10 +432,7 @@ class GrammarCompiler:
             )
         package = str(Path(__file__).absolute().parents[3])
         path = [package, *(os.path.abspath(each) for each in sys.path if each and os.path.exists(each))]
-        try:
-            ours, theirs = socket.socketpair()
-        except OSError as error:
-            raise WorkerLate(f"the process for grammars cannot be reached ({error.strerror})") from error
+        ours, theirs = _socket_pair()
         with theirs:
             try:
                 child = subprocess.Popen(
@@ -468,6 +465,18 @@ class GrammarCompiler:
         return ours
 
 
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    """Two connected sockets.
+
+    Raises:
+      WorkerLate: this process has no file descriptor left.
+    """
+    try:
+        return socket.socketpair()
+    except OSError as error:
+        raise WorkerLate(f"the process for grammars cannot be reached ({error.strerror})") from error
+
+
 def _handed(control: socket.socket) -> socket.socket:
     """Lets a process fork another, and returns that one's socket.
 
@@ -475,10 +484,7 @@ def _handed(control: socket.socket) -> socket.socket:
       WorkerEnded: that process is gone.
       WorkerLate: this process has no file descriptor left.
     """
-    try:
-        ours, theirs = socket.socketpair()
-    except OSError as error:
-        raise WorkerLate(f"the process for grammars cannot be reached ({error.strerror})") from error
+    ours, theirs = _socket_pair()
     with theirs:
         try:
             socket.send_fds(control, [b"\0"], [theirs.fileno()])

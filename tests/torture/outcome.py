@@ -1,4 +1,4 @@
-"""What the worker is asked to use, and the outcomes: how each case ended, counted, and which are faults."""
+"""Describes what the torture worker is asked to use, and counts how each case ended, and which are faults."""
 
 import collections
 import dataclasses
