@@ -14,6 +14,9 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 
+# Axes of a mesh that may divide the batch, and units such as kv heads.
+BATCH_AXES, UNIT_AXES = ("data", "fsdp"), ("tensor",)
+
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _DTYPES = {"float": np.floating, "bool": np.bool_, "float32": np.float32, "int32": np.int32}

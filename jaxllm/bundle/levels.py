@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,10 +11,12 @@ from jaxllm.bundle.parts import Fields, PartFormat
 from jaxllm.bundle.reader import Bundle
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
-from jaxllm.elastic.units import UnitOrder, check_order, order_arrays, order_of_arrays
 from jaxllm.errors import ConfigError
 from jaxllm.models.lora import TARGETS, adapter_shapes, parameters_of, target_of
 from jaxllm.models.parameters import param_specs
+
+if TYPE_CHECKING:
+    from jaxllm.elastic.units import UnitOrder
 
 _LARGEST_SCALING = 1e6
 
@@ -31,7 +33,7 @@ def elastic_parts(
     ladder: Ladder,
     recoveries: Mapping[int, Recovery] | None = None,
     *,
-    order: UnitOrder | None = None,
+    order: "UnitOrder | None" = None,
     facts: Mapping[str, Any] | None = None,
 ) -> dict[str, Part]:
     """The parts of an elastic bundle, for `write_bundle`.
@@ -46,6 +48,8 @@ def elastic_parts(
         reordered.
       facts: further facts, for display.
     """
+    from jaxllm.elastic.units import order_arrays
+
     arrays = {} if order is None else order_arrays(order)
     parts = {_LADDER.name: Part({**(facts or {}), "ladder": ladder.to_json()}, arrays)}
     for level, each in (recoveries or {}).items():
@@ -90,9 +94,11 @@ def _read_ladder(bundle: Bundle, fields: Fields) -> Ladder:
     return ladder
 
 
-def _read_order(bundle: Bundle, fields: Fields) -> UnitOrder | None:
+def _read_order(bundle: Bundle, fields: Fields) -> "UnitOrder | None":
     if not (arrays := fields.rest()):
         return None
+    from jaxllm.elastic.units import check_order, order_of_arrays
+
     order = order_of_arrays(bundle.cfg, arrays)
     check_order(bundle.cfg, order)
     return order

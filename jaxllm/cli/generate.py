@@ -58,18 +58,19 @@ def generate_command(
       jaxllm generate --model t5-small --task translation_en_to_de --prompt "Good morning."
     """
     from jaxllm.serving.host.machine import process_age_ms
-    from jaxllm.serving.images.files import read_image_file, with_places
 
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
     answers = answer_options(options)
     asked = read_text(prompt_file) if prompt is None else prompt
-    files, rows = [read_image_file(each) for each in images], None
+    files, rows = _image_files(images), None
     with progress_bars() as progress:
         engine = choice.open(progress, warm_up=False, images=bool(files))
         config = answers.of(engine.tokenizer.files)
         text: str | list[int] = asked
         if files:
+            from jaxllm.serving.images.files import with_places
+
             text, rows = engine.image_rows(engine.tokenizer.encode(with_places(asked, len(files))), files)
         generation = engine.stream(text, config, rows=rows)
         # One request needs few buckets; compiling all would only delay its answer.
@@ -135,14 +136,18 @@ def converse(
     """
     # Imported here, so that --help does not wait for the imports.
     from jaxllm.serving.engine.request import Session
-    from jaxllm.serving.images.files import image_part, read_image_file
 
     if not engine.tokenizer.has_chat_template:
         raise ConfigError(f"{engine.name} has no chat template; use `jaxllm generate` for a base model")
     click.echo(f"{engine.name}. {_HELP}", err=True)
     opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages, session = list(opening), Session()
-    new = parts = [image_part(read_image_file(each)) for each in images]
+    parts: list[dict[str, Any]] = []
+    if images:
+        from jaxllm.serving.images.files import image_part
+
+        parts = [image_part(each) for each in _image_files(images)]
+    new = parts
     while True:
         text = _read_turn()
         if text is None or text == "/exit":
@@ -200,3 +205,12 @@ def _read_turn() -> str | None:
         return raw.decode("utf-8").strip()
     except UnicodeDecodeError as error:
         raise ConfigError("standard input is not UTF-8; convert it first") from error
+
+
+def _image_files(paths: Sequence[Path]) -> list[bytes]:
+    """The bytes of image files."""
+    if not paths:
+        return []
+    from jaxllm.serving.images.files import read_image_file
+
+    return [read_image_file(path) for path in paths]

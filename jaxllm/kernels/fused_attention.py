@@ -26,13 +26,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxllm.axes import BATCH_AXES, UNIT_AXES
 from jaxllm.kernels import native, native_attention
 from jaxllm.kernels.native import CHOICE_VARIABLE, switched_off
 
 # The same function of q, k, v and starts, for other platforms and shapes.
 Elsewhere = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-# Axes of a mesh that may divide the batch, and the kv heads.
-BATCH_AXES, HEAD_AXES = ("data", "fsdp"), ("tensor",)
 
 
 def fits(q: jax.Array) -> bool:
@@ -110,7 +109,7 @@ def _axes() -> tuple[tuple[str, ...], tuple[str, ...]]:
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     free = {name for name, kind in kinds.items() if kind != AxisType.Manual}
-    batch, heads = (tuple(axis for axis in axes if axis in free) for axes in (BATCH_AXES, HEAD_AXES))
+    batch, heads = (tuple(axis for axis in axes if axis in free) for axes in (BATCH_AXES, UNIT_AXES))
     return batch, heads
 
 

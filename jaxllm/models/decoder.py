@@ -1,13 +1,14 @@
 """The shared decoder of all architectures: its forward pass with a cache, and over whole documents.
 
 Architectures differ only in `ModelConfig`; the files in `architectures/` translate checkpoints into it.
-Parameters are those of `parameters.py`.
+Parameters are those of `parameters.py`. Layers with a state, mixed layers and attention of documents are
+imported where they run: most processes run none of them.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,10 @@ from jax.typing import DTypeLike
 from jaxllm.axes import Axes, shaped
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.experts.routing import Routing
 from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.states import Source
-from jaxllm.models import mixed_layers
-from jaxllm.models.features import require_decoder_alone, require_room
+from jaxllm.models.features import require_decoder_alone, require_room, require_tokens_alone
 from jaxllm.models.layer import (
     ALL_ROWS,
     InputRows,
@@ -40,10 +39,13 @@ from jaxllm.models.layer_stack import LayerParams, layer_of
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.models.relative_positions import position_bias
 from jaxllm.models.scanned_layers import Remat, is_stacked, over_layers, scan_layers
-from jaxllm.models.state_layer import cached_state_layer, document_state_layer
-from jaxllm.nn.documents import Branches, document_positions
 from jaxllm.nn.layers import Heads, by_sequence, constrained, normalize, source_attention
 from jaxllm.nn.linear import embed, to_units
+
+if TYPE_CHECKING:
+    from jaxllm.experts.routing import Routing
+    from jaxllm.models.mixed_layers import SharedKV
+    from jaxllm.nn.documents import Branches
 
 # A cache, or none.
 Cache = TypeVar("Cache", KVCache, None)
@@ -107,16 +109,18 @@ def forward_at(
     """
     if inputs is not None:
         require_decoder_alone(cfg, "rows in place of tokens")
-        mixed_layers.require_tokens_alone(cfg)
+        require_tokens_alone(cfg)
     rows = Rows.at(at)
     live = rows.valid if tokens.shape[0] == 1 else None
     x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live, inputs=inputs)
     rotaries, bias = rotary_by_rope(at.positions, cfg), position_bias(params, cfg)
-    shared = None if cfg.mixed is None else mixed_layers.first_shared(params, tokens, x, cfg, rows)
+    shared = _first_shared(params, tokens, x, cfg, rows)
 
     def layer(carry: Any, own: Params, like: int, number: jax.Array | int) -> Any:
         (x, cache, shared), weights = carry, layer_of(own, like)
         if cfg.is_state(like):
+            from jaxllm.models.state_layer import cached_state_layer
+
             x, state = cached_state_layer(weights, x, at, cache.state(like, number, at), cfg=cfg, layer=like)
             return x, cache.with_state(like, number, state), shared
         order = rotaries.get(cfg.layer_rope(like)) if bias is None else bias
@@ -124,11 +128,13 @@ def forward_at(
         if shared is None:
             x, past, mass = forward_layer(weights, x, at, cache.past(like, number), cache.mass, **how)
         else:
-            of = mixed_layers.MixedLayer(cfg, like, number, rows)
+            from jaxllm.models.mixed_layers import MixedLayer, run_mixed_layer
+
+            of = MixedLayer(cfg, like, number, rows)
             attend = functools.partial(
                 attend_cache, at=at, past=cache.past(like, number), mass=cache.mass, **how
             )
-            x, shared, (past, mass) = mixed_layers.run_layer(weights, x, shared, of, attend)
+            x, shared, (past, mass) = run_mixed_layer(weights, x, shared, of, attend)
         return x, dataclasses.replace(cache.with_past(like, past), mass=mass), shared
 
     x, cache, _ = over_layers(params, cfg, layer, (x, cache, shared))
@@ -241,7 +247,7 @@ def forward_documents(
     params: Params,
     tokens: jax.Array,
     starts: jax.Array | None = None,
-    branches: Branches | None = None,
+    branches: "Branches | None" = None,
     *,
     cfg: ModelConfig,
     dtype: DTypeLike = jnp.float32,
@@ -285,7 +291,7 @@ def forward_documents_with_routing(
     dtype: DTypeLike = jnp.float32,
     remat: Remat = "none",
     differentiable: bool = True,
-) -> tuple[jax.Array, Routing]:
+) -> "tuple[jax.Array, Routing]":
     """`forward_documents`, and the routing of all tokens, for losses and statistics.
 
     Returns:
@@ -304,22 +310,24 @@ def forward_documents_with_routing(
 
 
 # Input `[B, T, D]` of a layer over documents, and values of mixed layers.
-_Carry = tuple[jax.Array, mixed_layers.SharedKV | None]
+_Carry = tuple[jax.Array, "SharedKV | None"]
 # A layer over documents, for `scan_layers`, whose output is its routing if it is sparse.
-_DocumentLayer = Callable[[_Carry, Params, int, Any], tuple[_Carry, Routing | None]]
+_DocumentLayer = Callable[[_Carry, Params, int, Any], tuple[_Carry, "Routing | None"]]
 
 
 def _begin_documents(
     params: Params,
     tokens: jax.Array,
     starts: jax.Array | None,
-    branches: Branches | None,
+    branches: "Branches | None",
     *,
     cfg: ModelConfig,
     dtype: DTypeLike,
     differentiable: bool,
 ) -> tuple[_Carry, _DocumentLayer]:
     """The first layer's input, and the function of a layer."""
+    from jaxllm.nn.documents import document_positions
+
     require_decoder_alone(cfg, "forward passes over whole documents")
     if branches is not None:
         require_room(cfg, "tasks")
@@ -331,7 +339,7 @@ def _begin_documents(
     positions = document_positions(starts, branches)
     rotaries = rotary_by_rope(positions, cfg)
 
-    def run(carry: _Carry, own: Params, like: int, number: Any) -> tuple[_Carry, Routing | None]:
+    def run(carry: _Carry, own: Params, like: int, number: Any) -> "tuple[_Carry, Routing | None]":
         x, shared = carry
         weights, rope = layer_of(own, like), cfg.layer_rope(like)
         attend = functools.partial(
@@ -344,9 +352,13 @@ def _begin_documents(
             window=cfg.attention_windows[like],
         )
         if shared is not None:
-            of = mixed_layers.MixedLayer(cfg, like, number, ALL_ROWS)
-            return mixed_layers.run_layer(weights, x, shared, of, attend)[:2], None
+            from jaxllm.models.mixed_layers import MixedLayer, run_mixed_layer
+
+            of = MixedLayer(cfg, like, number, ALL_ROWS)
+            return run_mixed_layer(weights, x, shared, of, attend)[:2], None
         if cfg.is_state(like):
+            from jaxllm.models.state_layer import document_state_layer
+
             how: Any = {"cfg": cfg, "layer": like, "differentiable": differentiable}
             x, routing = document_state_layer(weights, x, starts, **how)
         else:
@@ -354,8 +366,18 @@ def _begin_documents(
         return (constrained(x, "residual"), None), routing
 
     x = constrained(embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype), "residual")
-    mixed = cfg.mixed is not None
-    return (x, mixed_layers.first_shared(params, tokens, x, cfg, ALL_ROWS) if mixed else None), run
+    return (x, _first_shared(params, tokens, x, cfg, ALL_ROWS)), run
+
+
+def _first_shared(
+    params: Params, tokens: jax.Array, x: jax.Array, cfg: ModelConfig, rows: Rows
+) -> "SharedKV | None":
+    """What mixed layers share before the first; None without such layers."""
+    if cfg.mixed is None:
+        return None
+    from jaxllm.models.mixed_layers import first_shared
+
+    return first_shared(params, tokens, x, cfg, rows)
 
 
 @shaped(hidden="float ... D")

@@ -160,3 +160,16 @@ def _tflite(cfg: ModelConfig) -> str | None:
         "a tflite model has no mixture of experts (its tokens would have to be sorted by expert); export it "
         "as stablehlo"
     )
+
+
+def require_tokens_alone(cfg: ModelConfig) -> None:
+    """Refuses prompt embeddings if layers read the tokens themselves.
+
+    Raises:
+      ConfigError: layers read the tokens.
+    """
+    if cfg.mixed is not None and cfg.mixed.layer_input_size:
+        raise ConfigError(
+            f"rows in place of tokens are not for models whose layers have inputs of each token, as "
+            f"{cfg.model_type} has; give tokens"
+        )

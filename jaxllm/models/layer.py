@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +10,9 @@ import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig, RopeConfig
-from jaxllm.experts.mixture import mixture
-from jaxllm.experts.routing import Routing, route
 from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.layer_stack import LayerParams
-from jaxllm.nn.documents import Branches, document_attention
 from jaxllm.nn.layers import (
     AttentionOptions,
     Heads,
@@ -26,6 +23,10 @@ from jaxllm.nn.layers import (
     rotate,
 )
 from jaxllm.nn.linear import FeedForward, add_normed, feed_forward, from_units, normed_to_units
+
+if TYPE_CHECKING:
+    from jaxllm.experts.routing import Routing
+    from jaxllm.nn.documents import Branches
 
 CosSin = tuple[jax.Array, jax.Array]
 # What tells attention the order of tokens: cos and sin of their positions, or a bias of relative positions.
@@ -73,7 +74,7 @@ def run_layer(
     *,
     rows: Rows = ALL_ROWS,
     differentiable: bool = False,
-) -> tuple[jax.Array, Kept, Routing | None]:
+) -> "tuple[jax.Array, Kept, Routing | None]":
     """One layer of `x` `[B, T, D]`: its output, the state from `attend`, and the routing if it is sparse."""
     before = x
     x, kept = attended(weights, x, cfg, attend, rows=rows)
@@ -90,7 +91,7 @@ def fed_forward(
     *,
     rows: Rows = ALL_ROWS,
     differentiable: bool = False,
-) -> tuple[jax.Array, Routing | None]:
+) -> "tuple[jax.Array, Routing | None]":
     """The second half of a layer: feed-forward block or experts of `x` `[B, T, D]`, and the routing if it is
     sparse. `before` is the layer's input."""
     routing = None
@@ -217,11 +218,13 @@ def attend_documents(
     rotary: CosSin | None,
     growth: jax.Array | None,
     starts: jax.Array,
-    branches: Branches | None,
+    branches: "Branches | None",
     window: int,
 ) -> tuple[jax.Array, None]:
     """Attention of whole documents without a cache (see `document_attention`); `rotary` is cos and sin of
     their positions, `growth` see `query_growth`."""
+    from jaxllm.nn.documents import document_attention
+
     # Unused heads are computed anyway, and the output product leaves them out: documents are for training and
     # scoring, where time matters less.
     del used
@@ -298,12 +301,14 @@ def _experts(
     weights: LayerParams,
     x: jax.Array,
     cfg: ModelConfig,
-    routing: Routing,
+    routing: "Routing",
     *,
     live: jax.Array | None = None,
     differentiable: bool = False,
 ) -> jax.Array:
     """Mixture of experts of `x` `[B, T, D]`; x is added here unless a norm comes between."""
+    from jaxllm.experts.mixture import mixture
+
     norm = weights.norm("ffn_norm", cfg)
     how = {"add_input": not cfg.post_norms, "live": live, "differentiable": differentiable}
     out = mixture(x, norm, routing, expert_block(weights, cfg), **how)
@@ -334,8 +339,10 @@ def expert_biases(weights: LayerParams) -> dict[str, Any]:
 
 def chosen_experts(
     weights: LayerParams, x: jax.Array, cfg: ModelConfig, *, differentiable: bool = False
-) -> Routing:
+) -> "Routing":
     """The routing of tokens `x` `[B, T, D]` by the norm and the router of `weights`."""
+    from jaxllm.experts.routing import route
+
     return route(
         x,
         weights["router"],
@@ -347,7 +354,7 @@ def chosen_experts(
     )
 
 
-def visiting_tokens(routing: Routing, cfg: ModelConfig, rows: Rows) -> jax.Array | None:
+def visiting_tokens(routing: "Routing", cfg: ModelConfig, rows: Rows) -> jax.Array | None:
     """Mask of the tokens that visit their experts, `[T]` or `[B, T]` bool: each valid one, unless as many
     earlier tokens as an expert's capacity visit the same. Nodes of a tree (`rowwise`) have no earlier tokens,
     so that the capacity is never exceeded. None if all visit."""
@@ -357,7 +364,7 @@ def visiting_tokens(routing: Routing, cfg: ModelConfig, rows: Rows) -> jax.Array
     return within_capacity(routing, real, cfg) if cfg.expert_capacity and not rows.rowwise else real
 
 
-def within_capacity(routing: Routing, real: jax.Array, cfg: ModelConfig) -> jax.Array:
+def within_capacity(routing: "Routing", real: jax.Array, cfg: ModelConfig) -> jax.Array:
     """Mask of tokens that visit their expert, `[B, T]` bool: for each expert the first tokens of each row,
     up to its capacity (Switch, arXiv 2101.03961). `real` `[T]` or `[B, T]` bool is False for padding, which
     needs no capacity."""

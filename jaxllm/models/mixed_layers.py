@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import ModelConfig
-from jaxllm.errors import ConfigError
 from jaxllm.experts.mixture import mixture
 from jaxllm.experts.routing import route
 from jaxllm.layer_configs import layer_config, shares_kv
@@ -59,19 +58,6 @@ class MixedLayer:
         return self.cfg.attention_windows[self.like] > 0
 
 
-def require_tokens_alone(cfg: ModelConfig) -> None:
-    """Refuses prompt embeddings if layers read the tokens themselves.
-
-    Raises:
-      ConfigError: layers read the tokens.
-    """
-    if cfg.mixed is not None and cfg.mixed.layer_input_size:
-        raise ConfigError(
-            f"rows in place of tokens are not for models whose layers have inputs of each token, as "
-            f"{cfg.model_type} has; give tokens"
-        )
-
-
 def first_shared(params: Params, tokens: jax.Array, x: jax.Array, cfg: ModelConfig, rows: Rows) -> SharedKV:
     """The first layer's `SharedKV`, given embeddings `x` `[B, T, D]`."""
 
@@ -103,7 +89,7 @@ def _layer_inputs(
     return (projected + own * np.asarray(size**0.5, x.dtype)) * np.asarray(2**-0.5, x.dtype)
 
 
-def run_layer(
+def run_mixed_layer(
     weights: LayerParams, x: jax.Array, shared: SharedKV, of: MixedLayer, attend: Attend[Kept]
 ) -> tuple[jax.Array, SharedKV, Kept]:
     """One layer of `x` `[B, T, D]`: its output, values for later layers, and the state from `attend`."""

@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
+from jaxllm.axes import BATCH_AXES, UNIT_AXES
 from jaxllm.config import Activation, RopeConfig
 from jaxllm.contexts.coded import CodedChunks
 from jaxllm.kernels import native, native_attention
-from jaxllm.kernels.fused_attention import BATCH_AXES
-from jaxllm.kernels.fused_attention import HEAD_AXES as UNIT_AXES
 from jaxllm.kernels.native import Operand, TableArray
 from jaxllm.kernels.native_call import UsedUnits, value
 from jaxllm.kv.cache import Past, TokenPositions

@@ -1,6 +1,7 @@
 """Steps of a whole model: prefill of a chunk, decode of a block of tokens, scoring and embedding."""
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,10 @@ from jaxllm.models.decoder import (
 )
 from jaxllm.models.layer import InputRows
 from jaxllm.models.parameters import Params
-from jaxllm.nn.documents import Branches
 from jaxllm.sampling import NO_TOKEN, SamplerState, sample
+
+if TYPE_CHECKING:
+    from jaxllm.nn.documents import Branches
 
 # Pure functions of static shapes. Only `serving/buckets/` compiles them, with `cfg`, `block` and `dtype`
 # bound and the caches donated.
@@ -233,7 +236,7 @@ def score_branches(
     params: Params,
     tokens: jax.Array,
     starts: jax.Array,
-    branches: Branches,
+    branches: "Branches",
     scored: ScoredTokens,
     *,
     cfg: ModelConfig,

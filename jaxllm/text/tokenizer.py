@@ -11,13 +11,12 @@ import datetime
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, Unpack
 
 import numpy as np
 import xxhash
 
 from jaxllm.errors import ConfigError, ContextOverflow, TemplateError
-from jaxllm.text.confined_tokenizer import ConfinedTokenizer
 from jaxllm.text.library_tokenizer import MAX_TOKEN_ID, Encoded, LibraryTokenizer
 from jaxllm.text.marked_text import PLACE, MarkedText
 from jaxllm.text.tokenizer_bounds import is_ordinary
@@ -25,6 +24,7 @@ from jaxllm.text.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
     from jaxllm.text.chat_template import ChatTemplate
+    from jaxllm.text.confined_tokenizer import ConfinedTokenizer
 
 # A limited tokenizer refuses texts with more characters per token than this. Text has some four; the longest
 # tokens of published vocabularies are runs of 128 spaces.
@@ -33,7 +33,7 @@ _USUAL_CHARACTERS = 8
 _LEAST_PART = 4096
 # Allowance for tokens of a word that is cut in the middle.
 _OPEN_TOKENS = 256
-AnyTokenizer = LibraryTokenizer | ConfinedTokenizer
+AnyTokenizer: TypeAlias = "LibraryTokenizer | ConfinedTokenizer"
 
 
 class ChatOptions(TypedDict, total=False):
@@ -366,5 +366,8 @@ def open_tokenizer(
     """
     if ordinary is None:
         ordinary = is_ordinary(tokenizer_json)
-    make = LibraryTokenizer if ordinary else ConfinedTokenizer
-    return make(tokenizer_json, eos_ids, special or {})
+    if ordinary:
+        return LibraryTokenizer(tokenizer_json, eos_ids, special or {})
+    from jaxllm.text.confined_tokenizer import ConfinedTokenizer
+
+    return ConfinedTokenizer(tokenizer_json, eos_ids, special or {})

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import read_order
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.elastic.units import reorder_adapter
 from jaxllm.errors import ConfigError
 from jaxllm.models.layer_stack import (
     STACK,
@@ -208,7 +207,11 @@ def read_adapter_of(bundle: Bundle, folder: str | Path) -> tuple[LoraConfig, Ada
 
     lora, adapter = read_adapter(Path(folder), bundle.cfg)
     order = read_order(bundle)
-    return lora, adapter if order is None else reorder_adapter(adapter, order)
+    if order is None:
+        return lora, adapter
+    from jaxllm.elastic.units import reorder_adapter
+
+    return lora, reorder_adapter(adapter, order)
 
 
 def rank_of(adapter: Adapter) -> int:
