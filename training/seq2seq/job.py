@@ -42,6 +42,7 @@ class PairSource(Source):
     """
 
     label: str
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
