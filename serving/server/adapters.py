@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
 from jaxllm.serving.server.calls import AdapterBusy, AdapterFacts, AdapterGone
-from jaxllm.serving.server.service_options import ServerOptions, require_adapter_name
+from jaxllm.serving.server.service_options import ServerOptions
+from jaxllm.serving.server.sockets import require_name
 
 if TYPE_CHECKING:
     from jaxllm.serving.opening.loading import LoadedModel
@@ -72,14 +73,12 @@ class Adapters:
           AdapterBusy: the name is in use.
           BudgetExceeded: the maximum number is loaded.
         """
-        require_adapter_name(name)
+        require_name(name, "an adapter")
         if name in self._named:
             raise AdapterBusy(f"there is an adapter {name!r}; delete it first, or choose another name")
         if len(self._named) >= self.options.adapter_count:
-            raise BudgetExceeded(
-                f"{len(self._named)} adapters are loaded, the maximum; delete one first, or raise "
-                "adapter_count"
-            )
+            count = len(self._named)
+            raise BudgetExceeded(f"{count} adapters are loaded, the limit; delete one or raise adapter_count")
 
     def read(self, name: str, folder: str) -> "LoadedAdapter":
         """Reads an adapter from the folder of adapters, for `add`. Answers continue meanwhile.
@@ -89,9 +88,7 @@ class Adapters:
         """
         self.require_addable(name)
         if self.options.adapters is None:
-            raise ConfigError(
-                "this service loads no adapters while it runs; start it with a folder for them (--adapters)"
-            )
+            raise ConfigError("the service loads no adapters at runtime; start it with --adapters FOLDER")
         try:
             own = self.options.adapters.resolve(strict=True)
             # Resolve links before checking the place.
@@ -166,10 +163,8 @@ class Adapters:
         self.require_addable(name)
         size, limit = self.size_bytes + loaded.size_bytes, self.options.adapter_memory
         if size > limit:
-            raise BudgetExceeded(
-                f"the adapters would need {size:,} bytes of at most {limit:,}; delete one first, or raise "
-                "adapter_memory"
-            )
+            message = f"the adapters would need {size:,} bytes of at most {limit:,} (adapter_memory)"
+            raise BudgetExceeded(f"{message}; delete one first")
         facts = AdapterFacts(
             name=name, digest=loaded.digest, size_bytes=loaded.size_bytes, created_s=time.time()
         )

@@ -30,7 +30,6 @@ from jaxllm.serving.ground.bundles import levels_of, open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.machine import resident_bytes
-from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.images.encoder import ImageEncoder
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
@@ -148,7 +147,13 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     Raises:
       JaxllmError: the model or an adapter cannot be opened.
     """
-    contexts, stages = options.context_options(), _logged_stages()
+    contexts, seen = options.context_options(), set[str]()
+
+    def stages(stage: str, done: int, total: int) -> None:
+        if stage not in seen:
+            seen.add(stage)
+            _log.info("opening the model: %s", stage)
+
     model = options.model or None
     rank, targets, adapter_bytes = engine_shape(options)
     memory, image_bytes = engine_bytes(options.memory), 0
@@ -177,7 +182,16 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     with contextlib.ExitStack() as opened:
         engine = Engine.open(model, options=engine_of, speculation=speculation, progress=stages)
         opened.callback(engine.close)
-        _prepare(engine, stages, forks=bool(options.prefix_memory))
+        # What only some requests need: embeddings, copies of caches, images.
+        buckets: list[Bucket] = []
+        with contextlib.suppress(ConfigError):
+            # Streamed weights do not support embeddings; requests for them are refused.
+            buckets += Scorer(engine.runner).embedding_buckets()
+        if options.prefix_memory:
+            buckets += [each for level in engine.levels for each in engine.runner_at(level).fork_buckets()]
+        engine.runner.fill(buckets, stages)
+        if engine.options.prompt_rows and engine.model.images is not None:
+            engine.model.images.prepare()
         profile = known_profile(engine, coarse=True, progress=stages)
         planner = planner_of(engine, profile, margin=SafetyMargin())
         service = LLMService.of_engine(engine, planner, profile, contexts)
@@ -185,32 +199,6 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         found = OpenedService(service, Adapters(engine.model, options), options)
         opened.pop_all()
     return found
-
-
-def _prepare(engine: Engine[LoadedModel], stages: Progress, *, forks: bool) -> None:
-    """Prepares what only some requests need: embeddings, copies of caches, images."""
-    buckets: list[Bucket] = []
-    with contextlib.suppress(ConfigError):
-        # Streamed weights do not support embeddings; requests for them are refused.
-        buckets += Scorer(engine.runner).embedding_buckets()
-    if forks:
-        buckets += [each for level in engine.levels for each in engine.runner_at(level).fork_buckets()]
-    engine.runner.fill(buckets, stages)
-    if engine.options.prompt_rows and (encoder := engine.model.images) is not None:
-        encoder.prepare()
-
-
-def _logged_stages() -> Progress:
-    """Logs the stages of opening a model."""
-    seen = ""
-
-    def progress(stage: str, done: int, total: int) -> None:
-        nonlocal seen
-        if stage != seen:
-            seen = stage
-            _log.info("opening the model: %s", stage)
-
-    return progress
 
 
 # Rank of adapters loaded at runtime, if the options name none.
@@ -257,20 +245,13 @@ class ProfileRefinement:
 
     Args:
       service: service that plans with the profile.
-      quiet_s: time without calls before it measures.
       clock: returns seconds.
     """
 
-    def __init__(
-        self,
-        service: LLMService,
-        *,
-        quiet_s: float = _QUIET_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._service, self._clock, self._quiet_s = service, clock, quiet_s
+    def __init__(self, service: LLMService, clock: Callable[[], float] = time.monotonic) -> None:
+        self._service, self._clock = service, clock
         self._measurement = Measurement([service.engine]) if service.profile.coarse else None
-        self._from_s = clock() + quiet_s
+        self._from_s = clock() + _QUIET_S
         if self._measurement is not None:
             _log.info(
                 "plans are made by a coarse profile of this device; the whole one is measured while there is "
@@ -314,7 +295,7 @@ class ProfileRefinement:
         """Called when a call arrives: drops an unfinished run."""
         if self._measurement is not None:
             self._measurement.interrupt()
-            self._from_s = self._clock() + self._quiet_s
+            self._from_s = self._clock() + _QUIET_S
 
 
 def storage_figures(model: LoadedModel) -> dict[str, Any]:
@@ -374,17 +355,14 @@ def holdings(service: LLMService) -> list[Holding]:
         forms = [chunk_io_of(engine.runner_at(level)) for level in engine.levels]
         longest = max(most_bytes(each, contexts.options, count) for each in forms)
 
-        def asked() -> int:
-            return contexts.options.budget_bytes
-
         def least() -> int:
             kept = chunks.kept_bytes
-            return max(kept, min(kept + longest, asked()))
+            return max(kept, min(kept + longest, contexts.options.budget_bytes))
 
         found.append(
             Holding(
-                "contexts", lambda: chunks.resident_bytes, chunks.resize, most=asked, least=least,
-                limit=lambda: chunks.budget_bytes,
+                "contexts", lambda: chunks.resident_bytes, chunks.resize, least=least,
+                most=lambda: contexts.options.budget_bytes, limit=lambda: chunks.budget_bytes,
             )
         )  # fmt: skip
     if (speculation := engine.speculation) is not None and speculation.drafter.most_bytes:
