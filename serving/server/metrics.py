@@ -128,8 +128,9 @@ class Metrics:
         self._metrics: dict[str, Counter | Histogram] = {}
         for name, text, labels, _, _, buckets in METRICS:
             names = [each.partition("=")[0] for each in labels.split()]
-            kind, bounds = (Histogram, {"buckets": buckets}) if buckets else (Counter, {})
-            self._metrics[name] = kind(f"jaxllm_{name}", text, names, registry=self._registry, **bounds)
+            own: dict[str, Any] = {"registry": self._registry} | ({"buckets": buckets} if buckets else {})
+            kind = Histogram if buckets else Counter
+            self._metrics[name] = kind(f"jaxllm_{name}", text, names, **own)
         self._registry.register(self)
 
     def count(self, name: str, app: str, kind: str = "") -> None:

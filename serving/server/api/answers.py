@@ -300,7 +300,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class AnswerParams:
     """What a request of any format asks for, besides the common fields.
 
     Attributes:
@@ -330,22 +330,26 @@ class Asked:
 
 
 def answer_of(
-    state: ApiState, request: ApiRequest, body: SamplingFields, prompts: Sequence[CallPrompt], asked: Asked
+    state: ApiState,
+    request: ApiRequest,
+    body: SamplingFields,
+    prompts: Sequence[CallPrompt],
+    params: AnswerParams,
 ) -> Answer:
-    """Submits a request's calls, `asked.n` consecutive ones for each prompt.
+    """Submits a request's calls, `params.n` consecutive ones for each prompt.
 
     Raises:
       ApiError: a field is out of range, there are too many calls or none, or fields exclude each other.
       JaxllmError: a call is refused.
     """
-    if body.adapter and asked.adapter and body.adapter != asked.adapter:
-        message = f"model names the adapter {asked.adapter!r}, adapter {body.adapter!r:.80}"
+    if body.adapter and params.adapter and body.adapter != params.adapter:
+        message = f"model names the adapter {params.adapter!r}, adapter {body.adapter!r:.80}"
         raise ApiError(message, param="adapter")
-    number, limit = len(prompts) * asked.n, state.answers_per_request
+    number, limit = len(prompts) * params.n, state.answers_per_request
     if not 1 <= number <= limit:
         raise ApiError(f"a request may ask for 1 to {limit} answers, as prompts times n; got {number}")
     objective, strict = objective_of(body.slo, body.strict, request.slo)
-    context = asked.context or context_of(body.conversation)
+    context = params.context or context_of(body.conversation)
     if context and number > 1:
         raise ApiError("a context gives one answer at a time; n must be 1", param="conversation")
     if context or any(isinstance(prompt, tuple) for prompt in prompts):
@@ -354,11 +358,11 @@ def answer_of(
             raise ApiError(message, param="shorten")
         if body.task:
             raise ApiError("task is for texts and messages outside of contexts", param="task")
-    config, adapter = _config(state, body, asked), state.adapter(body.adapter or asked.adapter)
+    config, adapter = _config(state, body, params), state.adapter(body.adapter or params.adapter)
     if (seed := config.sampling.seed) is None:
-        configs = [config] * asked.n
+        configs = [config] * params.n
     else:
-        seeds = [dataclasses.replace(config.sampling, seed=(seed + n) % (1 << 64)) for n in range(asked.n)]
+        seeds = [dataclasses.replace(config.sampling, seed=(seed + n) % (1 << 64)) for n in range(params.n)]
         configs = [dataclasses.replace(config, sampling=each) for each in seeds]
     calls = [
         Call(
@@ -371,55 +375,55 @@ def answer_of(
             shorten=body.shorten,
             priority="background" if body.service_tier == "flex" else "foreground",
             context=context,
-            context_tokens=asked.context_tokens,
+            context_tokens=params.context_tokens,
             prefix_key=body.prompt_cache_key or "",
             adapter=adapter,
         )
         for prompt in prompts
         for each in configs
     ]
-    return Answer(state, calls, asked.use.scanner, len(prompts))
+    return Answer(state, calls, params.use.scanner, len(prompts))
 
 
-def _config(state: ApiState, body: SamplingFields, asked: Asked) -> GenerationConfig:
+def _config(state: ApiState, body: SamplingFields, params: AnswerParams) -> GenerationConfig:
     """Length, stops, sampling and grammar of a request's answers."""
-    if asked.use.tools and (asked.grammar or body.grammar):
+    if params.use.tools and (params.grammar or body.grammar):
         raise ApiError("tools cannot be combined with a format or grammar of the answer", param="tools")
-    if body.grammar and asked.grammar:
+    if body.grammar and params.grammar:
         raise ApiError("grammar cannot be combined with a response format", param="grammar")
-    biases = asked.logit_bias or {}
+    biases = params.logit_bias or {}
     for token in biases:
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
             raise ApiError(f"logit_bias must have token ids as keys, got {token!r:.40}", param="logit_bias")
     if any(math.isnan(value) for value in biases.values()):
         raise ApiError("logit_bias must have numbers as values", param="logit_bias")
-    stops = (asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ())
+    stops = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
     if len(stops) > _MAX_STOPS or not all(0 < len(each) <= _MAX_STOP_CHARACTERS for each in stops):
         message = f"stop must have at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARACTERS} characters"
         raise ApiError(message, param="stop")
     return GenerationConfig(
         # No answer is longer than the window: this only bounds the value.
         max_tokens=min(
-            state.max_tokens if asked.max_tokens is None else asked.max_tokens,
+            state.max_tokens if params.max_tokens is None else params.max_tokens,
             state.backend.facts().window_tokens,
         ),
         stop=stops,
         sampling=Sampling(
             logit_bias=tuple((int(token), float(value)) for token, value in biases.items()),
-            **sampling_of(state, body, asked.temperature),
+            **sampling_of(state, body, params.temperature),
         ),
         task=body.task or "",
-        grammar=asked.use.grammar or asked.grammar or _own_grammar(body.grammar),
-        top_logprobs=asked.top_logprobs,
+        grammar=params.use.grammar or params.grammar or _own_grammar(body.grammar),
+        top_logprobs=params.top_logprobs,
     )
 
 
 def sampling_of(state: ApiState, body: SamplingFields, temperature: float | None = None) -> dict[str, Any]:
     """Sampling options by name: the request's, else those recommended by the model's authors; `temperature`
     is the default if neither gives one, None for the front's."""
-    asked = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
+    own = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
     default = state.temperature if temperature is None else temperature
-    return {"temperature": default, **state.backend.facts().sampling, **asked}
+    return {"temperature": default, **state.backend.facts().sampling, **own}
 
 
 def objective_of(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.responses import Response
 
-from jaxllm.serving.server.api.answers import Asked, Choice, SamplingFields, answer_of
+from jaxllm.serving.server.api.answers import AnswerParams, Choice, SamplingFields, answer_of
 from jaxllm.serving.server.api.errors import ApiError, anthropic_body
 from jaxllm.serving.server.api.messages import ToolUse, messages_of, text_of, tools_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Neutral, event_frame, new_id
@@ -62,8 +62,8 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
     body = state.body(request, MessagesBody, NEUTRAL)
     facts, adapter = state.model(body.model)
     conversation, use = await _conversation(state, request, body)
-    asked = Asked(adapter=adapter, max_tokens=body.max_tokens, stop=body.stop_sequences, use=use)
-    answer = answer_of(state, request, body, (conversation,), asked)
+    params = AnswerParams(adapter=adapter, max_tokens=body.max_tokens, stop=body.stop_sequences, use=use)
+    answer = answer_of(state, request, body, (conversation,), params)
     model = body.model or facts.name
     if body.stream:
         return await answer.streamed(
@@ -99,9 +99,9 @@ async def _conversation(
         tools.append({"type": "function", "function": function | {"parameters": each.input_schema}})
     choice = body.tool_choice or ToolChoice(type="auto")
     named = {"type": "function", "function": {"name": choice.name}} if choice.type == "tool" else None
-    asked = named or {"any": "required"}.get(choice.type, choice.type if body.tool_choice else None)
+    chosen = named or {"any": "required"}.get(choice.type, choice.type if body.tool_choice else None)
     parallel = not choice.disable_parallel_tool_use
-    use = tools_of(tools, asked, parallel, state.backend.facts().chat_template)
+    use = tools_of(tools, chosen, parallel, state.backend.facts().chat_template)
     return await state.conversation(request.app, messages_of(messages), use.tools), use
 
 
@@ -131,8 +131,8 @@ def _messages(value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
             source = block.get("source")
             source = source if isinstance(source, dict) else {}
             if (kind := source.get("type")) != "base64":
-                message = f"{at}.content[{place}].source is base64, got {kind!r:.40}: nothing is fetched"
-                raise ApiError(message, param=f"{at}.content[{place}]")
+                wrong = f"{at}.content[{place}].source is base64, got {kind!r:.40}: nothing is fetched"
+                raise ApiError(wrong, param=f"{at}.content[{place}]")
             url = f"data:{source.get('media_type')};base64,{source.get('data')}"
             texts.append({"type": "image_url", "image_url": {"url": url}})
         elif isinstance(block, dict):

@@ -8,7 +8,7 @@ import msgspec
 
 from jaxllm.serving.server.api.answers import (
     SAMPLING,
-    Asked,
+    AnswerParams,
     Choice,
     Extensions,
     SamplingFields,
@@ -146,7 +146,7 @@ async def _answer(
         grammar = format_grammar("json_schema", form, "format")
     elif form:
         grammar = format_grammar("json_object" if form == "json" else form, None, "format")
-    asked = Asked(
+    params = AnswerParams(
         adapter=adapter,
         max_tokens=facts.window_tokens if options.num_predict == -1 else options.num_predict,
         stop=options.stop,
@@ -154,7 +154,7 @@ async def _answer(
         use=use,
         grammar=grammar,
     )
-    answer = answer_of(state, request, fields, (prompt,), asked)
+    answer = answer_of(state, request, fields, (prompt,), params)
     is_chat = isinstance(body, ChatBody)
 
     async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:

@@ -13,7 +13,7 @@ from jaxllm.errors import ContextOverflow
 from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.server.api.answers import (
     Answer,
-    Asked,
+    AnswerParams,
     Choice,
     Positive,
     SamplingFields,
@@ -200,7 +200,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
     form: dict[str, Any] = {"type": "text"} if body.response_format is None else body.response_format
     schema = form["json_schema"] if isinstance(form.get("json_schema"), dict) else {}
     strict = schema.get("strict") is True
-    asked = Asked(
+    params = AnswerParams(
         adapter=adapter,
         n=body.n,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
@@ -212,7 +212,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
     )
     messages = messages_of(body.messages)
     prompt = await state.conversation(request.app, messages, use.tools, continue_final=_continues(body))
-    answer = answer_of(state, request, body, (prompt,), asked)
+    answer = answer_of(state, request, body, (prompt,), params)
     base: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": now_s(), "model": body.model or facts.name}
     base |= {"system_fingerprint": None}
     base |= {} if body.service_tier is None else {"service_tier": body.service_tier}
@@ -337,7 +337,7 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
     body = state.body(request, CompletionBody, _COMPLETION_NEUTRAL)
     facts, adapter = state.model(body.model)
     with_usage = _with_usage(body)
-    asked = Asked(
+    params = AnswerParams(
         adapter=adapter,
         n=body.n,
         max_tokens=_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
@@ -347,7 +347,7 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
     )
     most = state.answers_per_request
     prompts = prompts_of(body.prompt, "prompt", window_tokens=facts.window_tokens, most=most)
-    answer = answer_of(state, request, body, prompts, asked)
+    answer = answer_of(state, request, body, prompts, params)
     base = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s()}
     base |= {"model": body.model or facts.name}
     logged = [LoggedText(state) for _ in answer.choices]

@@ -15,7 +15,7 @@ from jaxllm.errors import JaxllmError
 from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server.api.answers import (
     Answer,
-    Asked,
+    AnswerParams,
     Choice,
     Positive,
     SamplingFields,
@@ -187,7 +187,7 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
     use, grammar = use_of(body, facts.chat_template)
     items, messages, context, context_tokens = await _history(state, request, body)
     prompt = await state.conversation(request.app, messages, use.tools)
-    asked = Asked(
+    params = AnswerParams(
         adapter=adapter,
         max_tokens=body.max_output_tokens,
         use=use,
@@ -196,14 +196,14 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
         context=context,
         context_tokens=context_tokens,
     )
-    answer = answer_of(state, request, body, (prompt,), asked)
-    written = _Written(state, answer, body, items, body.model or facts.name)
+    answer = answer_of(state, request, body, (prompt,), params)
+    writer = _ResponseWriter(state, answer, body, items, body.model or facts.name)
     if body.stream:
-        return await answer.streamed(written.frames, written.failed)
+        return await answer.streamed(writer.frames, writer.failed)
     async with contextlib.aclosing(answer.news()) as news:
         async for choice in news:
-            await written.take(choice)
-    return await written.ended()
+            await writer.take(choice)
+    return await writer.ended()
 
 
 async def get(state: ApiState, request: ApiRequest) -> Response:
@@ -255,7 +255,7 @@ async def _stored(state: ApiState, request: ApiRequest) -> StoredResponse:
     return await asyncio.to_thread(state.responses.get, request.app, request.path["name"])
 
 
-class _Written:
+class _ResponseWriter:
     """A response while it is generated, as a whole or as events, and then stored: messages and calls of
     functions, in the order of the answer."""
 
