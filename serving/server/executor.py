@@ -64,7 +64,7 @@ class Executor:
       memory: the service's memory.
       sessions: caches of ended answers, for prompts with the same prefix.
       contexts: contexts of apps (see `jaxllm.serving.server.context_turns.ContextTurns`); None for none.
-      adapters: adapters that calls may name (see `jaxllm.serving.server.adapters.Adapters`).
+      adapters: adapters that calls may name (see `jaxllm.serving.server.opening.Adapters`).
       canary: tests whether the engine answers.
     """
 

@@ -19,14 +19,13 @@ from jaxllm.elastic.ladder import Ladder
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.server import executor as executors
-from jaxllm.serving.server.adapters import Adapters
 from jaxllm.serving.server.api.app import make_app
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.calls import Call, Ended, Piece, Started
 from jaxllm.serving.server.executor import Executor
 from jaxllm.serving.server.identity import Identity, KeyFile, add_key
 from jaxllm.serving.server.limits import Limits
-from jaxllm.serving.server.opening import live_turns, service_memory
+from jaxllm.serving.server.opening import Adapters, live_turns, service_memory
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
 from jaxllm.serving.server.service_options import ServerOptions

@@ -14,8 +14,7 @@ from jaxllm.models.lora import LoraConfig
 from jaxllm.sampling import Sampling
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.server import executor as executors
-from jaxllm.serving.server.adapters import Adapters
-from jaxllm.serving.server.opening import engine_shape
+from jaxllm.serving.server.opening import Adapters, engine_shape
 from jaxllm.serving.server.service import LLMService
 from jaxllm.serving.server.service_options import ServerOptions
 from jaxllm.serving.weights.memory_plan import fixed_bytes, whole_budget

@@ -19,10 +19,9 @@ from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.guided.compiler import Matcher, PreparedGrammar
 from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server import executor as executors
-from jaxllm.serving.server.adapters import Adapters
 from jaxllm.serving.server.calls import Conversation, Ended, Piece, Refused, Started
 from jaxllm.serving.server.limits import AppLimits
-from jaxllm.serving.server.opening import live_turns
+from jaxllm.serving.server.opening import Adapters, live_turns
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
 from tests import tiny_encdec

@@ -138,7 +138,7 @@ WRONG = [
     ("[limits]\npinned = -1", "pinned"), ("[limits.apps]\nmail = 1", "limits.apps.mail must be a section"),
     ("[limits.apps.'a b']\nqueued = 1", "app's name"), ("[adapter]\n'a b' = 'x'", "an adapter's name"),
     ("[adapter]\na = 1", "the folder of the adapter 'a' must be a path"),
-    ("adapter_rank = -1", "adapter_rank"), ("adapter_targets = ['x']", "adapter_targets must be among attn.q"),
+    ("adapter_rank = -1", "adapter_rank"), ("adapter_targets = ['x']", "must be among attn.q"),
     ("[objectives]\nmail = { slo = '<40,70>', strict = 1 }", "'mail': strict must be"),
     ("[objectives]\n'a b' = '<40,70>'", "app's name"), ("a = [", "is not TOML"),
     ("a = " + 9999 * "[", "is not TOML"),
