@@ -24,6 +24,7 @@ import json
 import urllib.parse
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Self
 
 try:
@@ -92,12 +93,10 @@ class Answer:
     def __init__(self, response: httpx.Response, data: Any) -> None:
         self._response, self._data, self._rest = response, data, b""
         self._pieces: deque[str] = deque()
-        self._ended, self._complete = False, False
+        self._ended = self._complete = False
         self._error: JaxllmError | None = None
-        self.text = ""
         self.finish_reason: str | None = None
-        self.usage: dict[str, Any] = {}
-        self.facts: dict[str, Any] = {}
+        self.text, self.usage, self.facts = "", dict[str, Any](), dict[str, Any]()
 
     @property
     def met(self) -> bool | None:
@@ -123,8 +122,7 @@ class Answer:
         self._ended = self._complete = True
         self._response.close()
 
-    def __aiter__(self) -> Self:
-        return self
+    __aiter__ = __iter__
 
     async def __anext__(self) -> str:
         while not (self._pieces or self._ended):
@@ -249,18 +247,17 @@ class _Calls:
     def new_context(self, *, pinned: bool = False, **fields: Any) -> Any:
         """Creates a `Context` of the app, which outlives calls and restarts (newLLMCtx), with a `level` or an
         `adapter`; if `pinned`, its chunks are never evicted for another context."""
-        return self._send("POST", "/v1/contexts", {"pinned": pinned, **fields}, self._context)
+        return self._send("POST", "/v1/contexts", {"pinned": pinned, **fields}, partial(Context, self))
 
     def context(self, name: str) -> Any:
         """An existing `Context` of the app."""
-        return self._send("GET", _path(name), None, self._context)
+        return self._send("GET", _path(name), None, partial(Context, self))
 
     def contexts(self) -> Any:
         """All contexts of the app."""
-        return self._send("GET", "/v1/contexts", None, lambda body: [*map(self._context, body["data"])])
-
-    def _context(self, facts: dict[str, Any]) -> "Context":
-        return Context(self, facts)
+        return self._send(
+            "GET", "/v1/contexts", None, lambda got: [*map(partial(Context, self), got["data"])]
+        )
 
     def _answer(self, path: str, body: dict[str, Any]) -> Any:
         if refused := sorted(_NOT_SHOWN & body.keys()):
@@ -375,11 +372,8 @@ def _error(status: int, body: Any, retry_after: str = "") -> JaxllmError:
     """The error in a body of OpenAI's shape; `status` is 0 in the middle of a stream."""
     facts = body.get("error") if isinstance(body, Mapping) else None
     facts = facts if isinstance(facts, Mapping) else {"message": facts}
-    message, code = (
-        str(facts.get("message") or f"the service answered with status {status}"),
-        facts.get("code"),
-    )
-    code = code if isinstance(code, str) else ""
+    message = str(facts.get("message") or f"the service answered with status {status}")
+    code = code if isinstance(code := facts.get("code"), str) else ""
     if (kind := _BY_CODE.get(code) or _BY_CODE.get(status)) is not None:
         return kind(message)
     kind = Busy if code in _BUSY or status in _BUSY else ServiceError

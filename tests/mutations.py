@@ -151,7 +151,7 @@ MUTATIONS = (
         "tests/text/test_control_tokens.py",
     ),
     _mutation(
-        "API: a request may ask for any number of answers", "serving/server/api/params.py",
+        "API: a request may ask for any number of answers", "serving/server/api/answers.py",
         "if not 1 <= number <= limit:", "if number < 1:", "tests/serving/server/api/test_requests.py",
     ),
     _mutation(

@@ -30,7 +30,7 @@ _RUNNING = 4
 
 
 class ProgramAdapters:
-    """Adapters that were exported with a model (see `jaxllm.serving.server.adapters.Adapters`)."""
+    """Adapters that were exported with a model (see `jaxllm.serving.server.opening.Adapters`)."""
 
     def __init__(self, model: ProgramModel) -> None:
         self._adapters, inputs = model.executor.adapters, model.executor.manifest.adapters
@@ -87,7 +87,7 @@ class ProgramAdapters:
         return digest if found is None else found
 
     def of_context(self, digest: str, context: str, asked: str) -> str:
-        """Returns the adapter of a context's turn (see `jaxllm.serving.server.adapters.Adapters.of_context`).
+        """Returns the adapter of a context's turn (see `jaxllm.serving.server.opening.Adapters.of_context`).
 
         Raises:
           ContextGone: it was not exported.

@@ -26,13 +26,16 @@ from jaxllm.serving.server.calls import (
     ModelFacts,
     Refused,
     Started,
+    content_tokens,
+    encoded_prompt,
+    images_of,
+    rendered,
 )
 from jaxllm.serving.server.executor import Executor
 from jaxllm.serving.server.job import Job
-from jaxllm.serving.server.limits import Admission, AppLimits, Bindings, Limiter, Limits
-from jaxllm.serving.server.logs import current_request
+from jaxllm.serving.server.limits import AppLimits, Bindings, Limiter, Limits
+from jaxllm.serving.server.logs import CURRENT
 from jaxllm.serving.server.metrics import Metrics
-from jaxllm.serving.server.prompts import content_tokens, encoded_prompt, images_of, rendered
 from jaxllm.text.token_bytes import TokenBytes
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -127,25 +130,21 @@ class Backend:
         """
         try:
             executor, call = self.require_executor(), self.bindings.applied(call)
-            call, prompt_tokens = self._counted(call)
-            admission = self.limiter.admit(
-                call.app,
-                prompt_tokens=prompt_tokens,
-                max_tokens=call.config.max_tokens,
-                now_s=time.monotonic(),
-            )
+            call, tokens = self._counted(call)
+            count, now_s = call.config.max_tokens, time.monotonic()
+            reserved = self.limiter.admit(call.app, prompt_tokens=tokens, max_tokens=count, now_s=now_s)
             try:
                 job = executor.canary.watched(lambda: executor.submit(call, asyncio.get_running_loop()))
             except BaseException:
-                admission.ended(tokens=0, now_s=time.monotonic())
+                self.limiter.ended(call.app, reserved, started=False, tokens=0, now_s=time.monotonic())
                 raise
         except Refused as error:
             self.metrics.count("calls_refused", call.app, error.reason)
             raise
         self.metrics.count("calls_accepted", call.app)
-        if (request := current_request()) is not None:
+        if (request := CURRENT.get()) is not None:
             request.calls.append(job)
-        job.on_event = functools.partial(self._account, job, admission)
+        job.on_event = functools.partial(self._account, job, reserved)
         return job
 
     def limits_of(self, app: str) -> AppLimits:
@@ -165,21 +164,23 @@ class Backend:
         # Ids without rows would lose the prompt embeddings of images.
         return (call if images_of(call.prompt) else dataclasses.replace(call, prompt=prompt)), len(prompt)
 
-    def _account(self, job: Job, admission: Admission, event: Event | JaxllmError | None) -> None:
+    def _account(self, job: Job, reserved: int, event: Event | JaxllmError | None) -> None:
         """Counts an event of a call when its reader gets it (see `Job.on_event`)."""
-        app = job.app
-        if isinstance(event, Started | Ended):
-            self.metrics.report(event, app)
-        elif event is None:
-            self.metrics.count("calls_cancelled", app)
-        elif isinstance(event, JaxllmError):
-            self.metrics.count("calls_failed", app, job.outcome)
-        if isinstance(event, Started):
-            admission.started()
-        elif event is None or isinstance(event, Ended | JaxllmError):
-            start = job.started
-            prompt = 0 if start is None else start.prompt_tokens - start.context_tokens
-            admission.ended(tokens=prompt + job.read_tokens, now_s=time.monotonic())
+        app, start = job.app, job.started
+        match event:
+            case Started():
+                self.metrics.report(event, app)
+                self.limiter.started(app)
+            case Ended():
+                self.metrics.report(event, app)
+            case None:
+                self.metrics.count("calls_cancelled", app)
+            case JaxllmError():
+                self.metrics.count("calls_failed", app, job.outcome)
+        if event is None or isinstance(event, Ended | JaxllmError):
+            tokens = job.read_tokens + (0 if start is None else start.prompt_tokens - start.context_tokens)
+            now_s = time.monotonic()
+            self.limiter.ended(app, reserved, started=start is not None, tokens=tokens, now_s=now_s)
 
     async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
         """The token ids of a prompt."""
@@ -282,8 +283,7 @@ class Backend:
 
         def unload() -> None:
             executor.adapters.require(name)
-            using = sum(job.adapter == name for job in executor.jobs())
-            if using:
+            if using := sum(job.adapter == name for job in executor.jobs()):
                 raise AdapterBusy(f"{using} calls use the adapter {name!r:.80}; wait for their end")
             executor.sessions.forget(executor.adapters.unload(name))
 
@@ -351,11 +351,10 @@ class Backend:
         """`health`, after a test answer of one token if the engine has answered nothing for a while."""
         executor = self.executor
         if executor is not None and executor.canary.stale:
+            test = functools.partial(executor.canary.step, readiness=True)
             # A busy engine is ready; a failing one is reported by `health`.
             with contextlib.suppress(JaxllmError, TimeoutError):
-                await asyncio.wait_for(
-                    self._in_engine("", lambda: executor.canary.step(readiness=True)), _CANARY_S
-                )
+                await asyncio.wait_for(self._in_engine("", test), _CANARY_S)
         return self.health()
 
     def snapshot(self) -> Mapping[str, Any]:
@@ -399,9 +398,8 @@ class Backend:
     def require_executor(self) -> Executor:
         """The executor; raises Refused while the model is loading."""
         if self.executor is None:
-            raise Refused(
-                "the model is loading; try again in some seconds", reason="loading", retry_after_s=2
-            )
+            message = "the model is loading; try again in some seconds"
+            raise Refused(message, reason="loading", retry_after_s=2)
         return self.executor
 
     async def _encode(self, work: Callable[[], Any]) -> Any:

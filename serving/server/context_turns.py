@@ -19,10 +19,9 @@ from jaxllm.serving.elastic.objectives import Cost, EnergyBudget
 from jaxllm.serving.elastic.planner import Load, level_of_turn
 from jaxllm.serving.engine.request import Request
 from jaxllm.serving.ground.prompt_rows import PromptRows
-from jaxllm.serving.server.calls import Call, ContextFacts
+from jaxllm.serving.server.calls import Call, ContextFacts, call_turn_ids
 from jaxllm.serving.server.job import ContextTurn
 from jaxllm.serving.server.limits import AppLimits, require_room
-from jaxllm.serving.server.prompts import call_turn_ids
 
 
 class ContextTurns:
@@ -75,9 +74,8 @@ class ContextTurns:
         """Contexts by app, and their chunks in memory by width. From any thread."""
         figures: dict[str, dict[str, Any]] = {}
         for record in list(self._known.values()):
-            of_app = figures.setdefault(
-                record.app, {"contexts": 0, "pinned": 0, "stored_bytes": 0, "chunks": Counter[str]()}
-            )
+            none = {"contexts": 0, "pinned": 0, "stored_bytes": 0, "chunks": Counter[str]()}
+            of_app = figures.setdefault(record.app, none)
             of_app["contexts"] += 1
             of_app["pinned"] += record.pinned
             of_app["stored_bytes"] += _stored_bytes(record)
@@ -107,10 +105,7 @@ class ContextTurns:
         """
         contexts, engine, profile = self._contexts, self._service.engine, self._service.profile
         if isinstance(call.objective, EnergyBudget):
-            raise ConfigError(
-                "energy budgets are not supported in contexts, whose chunks have used energy before; set a "
-                "time limit"
-            )
+            raise ConfigError("energy budgets are not supported in contexts; set a time limit")
         record, adapter = self._own(call.app, call.context, call.adapter)
         limits = self.limits_of(call.app)
         if limits.stored_bytes:
@@ -138,20 +133,16 @@ class ContextTurns:
             asked = dataclasses.replace(asked, prompt=request.prompt)
         # A source is encoded again unless its context ran last.
         prompt = asked.all_tokens
+        size = record.origin.chunk_tokens
+        cached = size * sum(map(bool, record.files[: len(before) // size]))
         if record.state_tokens:
             # States are usable only with all chunks.
             cached = record.state_tokens if all(record.files) else 0
-        else:
-            size = record.origin.chunk_tokens
-            cached = size * sum(map(bool, record.files[: len(before) // size]))
         computed = max(1, len(prompt) - cached)
 
         def cost(level: int, tokens: int) -> Cost:
-            return Cost(
-                ttft_ms=profile.ttft(level, tokens),
-                tpot_ms=profile.tpot(level, len(prompt)),
-                tokens=config.max_tokens,
-            )
+            ttft_ms, tpot_ms = profile.ttft(level, tokens), profile.tpot(level, len(prompt))
+            return Cost(ttft_ms=ttft_ms, tpot_ms=tpot_ms, tokens=config.max_tokens)
 
         costs = {level: cost(level, computed)}
         if call.objective is not None:
@@ -178,10 +169,11 @@ class ContextTurns:
         Raises:
           ObjectiveMissed: no level meets the objective, and the call is strict.
         """
-        level, margin = turn.record.origin.level, self._service.planner.safety_margin
+        level = turn.record.origin.level
         if call.objective is not None:
+            margin, strict = self._service.planner.safety_margin, bool(call.strict)
             level = level_of_turn(
-                turn.costs, call.objective, turn.whole, margin=margin, load=load, strict=bool(call.strict)
+                turn.costs, call.objective, turn.whole, margin=margin, load=load, strict=strict
             )
         request = self._service.engine.request(
             turn.asked.prompt, call.config, level=level, rows=turn.rows, source=turn.asked.source

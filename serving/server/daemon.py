@@ -29,7 +29,7 @@ from jaxllm.serving.host.machine import raise_open_files
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.identity import Identity, KeyFile, default_keys_file
 from jaxllm.serving.server.limits import Bindings
-from jaxllm.serving.server.logs import flush_logs, writing_logs
+from jaxllm.serving.server.logs import writing_logs
 from jaxllm.serving.server.metrics import PAGES, metric_routes
 from jaxllm.serving.server.service_options import ServerOptions, read_options
 from jaxllm.serving.server.sockets import bound, described, protocol
@@ -50,9 +50,6 @@ class Opened(Protocol):
     def start(self, backend: Backend) -> None: ...  # noqa: D102
 
 
-_US_PER_S = 1e6
-
-
 class Notifier:
     """Sends states to systemd's notification socket, if there is one.
 
@@ -67,7 +64,7 @@ class Notifier:
         # Names that begin with @ are abstract sockets.
         self._name = "\0" + name[1:] if name.startswith("@") else name
         own = bool(name) and pid in ("", str(os.getpid()))
-        self.watchdog_s = int(period) / _US_PER_S if own and period.isdecimal() and int(period) else None
+        self.watchdog_s = int(period) / 1e6 if own and period.isdecimal() and int(period) else None
 
     def send(self, *states: str) -> None:
         """Sends states such as "READY=1". Errors are ignored: systemd's timeout decides."""
@@ -133,12 +130,10 @@ class Daemon:
         config: Path | None = None,
     ) -> None:
         self.backend = Backend(options.limits, Bindings(options.objectives))
-        self._opening: concurrent.futures.Future[Opened] | None = None
+        self._opening = concurrent.futures.Future[Opened]()
         self._options, self._notifier, self._config = options, notifier, config
-        self._identity, self._opener = identity, opener
-        self._stop = asyncio.Event()
-        self._failure: JaxllmError | None = None
-        self._draining = False
+        self._identity, self._opener, self._draining = identity, opener, False
+        self._stop, self._failure = asyncio.Event(), ""
 
     async def serve(self, sockets: Sequence[socket.socket]) -> None:
         """Serves until stopped.
@@ -156,14 +151,21 @@ class Daemon:
         stopping = asyncio.create_task(self._stop.wait())
         for each in sockets:
             _log.info("listening on %s", described(each))
-        opening = self._open()
-        opened = None
+        # A daemon thread: compiling cannot be interrupted.
+        threading.Thread(target=self._open, name="loading", daemon=True).start()
+        opening, opened = asyncio.wrap_future(self._opening), None
         try:
             ending = {stopping, serving, watching}
             await asyncio.wait({opening, *ending}, return_when=asyncio.FIRST_COMPLETED)
             if opening.done():
                 opened = opening.result()
-                self._begin(opened)
+                if (contexts := opened.service.contexts) is not None:
+                    # Responses outlive the service where contexts do.
+                    self._front.store_responses(contexts.store.root, contexts.store.vault)
+                opened.start(self.backend)
+                name = self.backend.facts().name
+                self._notifier.send("READY=1", f"STATUS=serving {name}")
+                _log.info("ready: %s answers", name)
                 await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 # Without the watchdog a failing engine would go unnoticed.
@@ -185,8 +187,8 @@ class Daemon:
                 except JaxllmError as error:
                     # No call is left to raise it.
                     _log.error("%s", error)
-        if self._failure is not None:
-            raise self._failure
+        if self._failure:
+            raise JaxllmError(self._failure)
 
     def _server_config(self) -> uvicorn.Config:
         # Imported here only: the front knows nothing of the daemon.
@@ -214,32 +216,16 @@ class Daemon:
             timeout_graceful_shutdown=_FLUSH_S,
         )
 
-    def _open(self) -> "asyncio.Future[Opened]":
-        """Opens the model in a daemon thread."""
-        opening = self._opening = concurrent.futures.Future[Opened]()
-
-        def work() -> None:
-            try:
-                opening.set_result(self._opener())
-            except BaseException as error:
-                opening.set_exception(error)
-
-        threading.Thread(target=work, name="loading", daemon=True).start()
-        return asyncio.wrap_future(opening)
+    def _open(self) -> None:
+        try:
+            self._opening.set_result(self._opener())
+        except BaseException as error:
+            self._opening.set_exception(error)
 
     @property
     def loading(self) -> bool:
         """Whether a thread is opening the model."""
-        return self._opening is not None and not self._opening.done()
-
-    def _begin(self, opened: Opened) -> None:
-        if (contexts := opened.service.contexts) is not None:
-            # Responses outlive the service where contexts do.
-            self._front.store_responses(contexts.store.root, contexts.store.vault)
-        opened.start(self.backend)
-        name = self.backend.facts().name
-        self._notifier.send("READY=1", f"STATUS=serving {name}")
-        _log.info("ready: %s answers", name)
+        return not self._opening.done()
 
     async def _drain(self) -> None:
         """Refuses new calls and waits for running ones to end, within the options' deadline."""
@@ -263,7 +249,7 @@ class Daemon:
         while True:
             executor = self.backend.executor
             if executor is not None and not executor.alive and not self._draining and not self._stop.is_set():
-                self._failure = JaxllmError("the engine has failed; see the log, and start the service again")
+                self._failure = "the engine has failed; see the log, and start the service again"
                 self._stop.set()
             if period_s is not None and self.backend.health()["alive"]:
                 self._notifier.send("WATCHDOG=1")
@@ -289,28 +275,22 @@ class Daemon:
         else:
             self.backend.limiter.limits = read.limits
             self.backend.bindings.given = read.objectives
-            self._resize(read.context_budget)
+            executor, budget_bytes = self.backend.executor, read.context_budget
+
+            def resized(future: concurrent.futures.Future[None]) -> None:
+                if (error := future.exception()) is None:
+                    _log.info("contexts may take %s bytes of memory", f"{budget_bytes:,}")
+                else:
+                    # Such as running contexts that need more.
+                    _log.error("the memory of contexts stays as it is: %s", one_line(error))
+
+            if executor is not None and executor.contexts is not None and budget_bytes:
+                try:
+                    resize = executor.work("", lambda: executor.contexts.resize(budget_bytes))
+                    resize.add_done_callback(resized)
+                except JaxllmError as error:
+                    _log.error("the memory of contexts stays as it is: %s", one_line(error))
             _log.info("limits were read from %s", self._config)
-
-    def _resize(self, budget_bytes: int) -> None:
-        """Sets the memory limit of contexts, if the options name one; unchanged if running contexts need
-        more."""
-        executor = self.backend.executor
-        if executor is None or executor.contexts is None or not budget_bytes:
-            return
-
-        def resize() -> None:
-            try:
-                executor.contexts.resize(budget_bytes)
-            except JaxllmError as error:
-                _log.error("the memory of contexts stays as it is: %s", one_line(error))
-            else:
-                _log.info("contexts may take %s bytes of memory", f"{budget_bytes:,}")
-
-        try:
-            executor.work("", resize)
-        except JaxllmError as error:
-            _log.error("the memory of contexts stays as it is: %s", one_line(error))
 
 
 class _Server(uvicorn.Server):
@@ -323,7 +303,8 @@ class _Server(uvicorn.Server):
 
 def _leave(code: int) -> NoReturn:
     """Ends the process without waiting for threads."""
-    flush_logs()
+    for each in logging.getLogger("jaxllm").handlers:
+        each.flush()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

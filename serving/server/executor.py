@@ -13,25 +13,23 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
 from jaxllm.config import WHOLE
-from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.errors import BundleError, ConfigError, JaxllmError, NotFinite, one_line
 from jaxllm.models.features import room_refusal
 from jaxllm.serving.elastic.objectives import expected_cost
 from jaxllm.serving.elastic.planned_service import PlannedService
-from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.engine.run import Run
 from jaxllm.serving.engine.step import decode_together, fail, step
-from jaxllm.serving.server.calls import Call, ContextBusy, Refused
-from jaxllm.serving.server.canary import service_canary
+from jaxllm.serving.server.calls import Call, ContextBusy, Refused, encoded_prompt
 from jaxllm.serving.server.job import Dispatch, Job, begin, dispatch_of, load_of
 from jaxllm.serving.server.logs import named
 from jaxllm.serving.server.memory import ServiceMemory
-from jaxllm.serving.server.prompts import encoded_prompt
 from jaxllm.serving.server.scheduler import (
     Queue,
     SchedulerOptions,
@@ -66,7 +64,7 @@ class Executor:
       memory: the service's memory.
       sessions: caches of ended answers, for prompts with the same prefix.
       contexts: contexts of apps (see `jaxllm.serving.server.context_turns.ContextTurns`); None for none.
-      adapters: adapters that calls may name (see `jaxllm.serving.server.adapters.Adapters`).
+      adapters: adapters that calls may name (see `jaxllm.serving.server.opening.Adapters`).
       canary: tests whether the engine answers.
     """
 
@@ -95,26 +93,28 @@ class Executor:
         self._on_dispatch, self._idle_work = on_dispatch, idle_work
         self._wake = threading.Condition()
         self._numbers = itertools.count()
-        # Guarded by `_wake`: calls that no dispatch has seen yet, and why none are accepted.
+        # Guarded by `_wake`: calls that no dispatch has seen yet, functions of apps, why none are accepted.
         self._inbox: list[Job] = []
-        self._waiting = EngineWork()
+        self._functions: list[tuple[str, Callable[[], Any], Future[Any]]] = []
         self._refusing: str | None = None
         self._close_at_s: float | None = None
         # Written only by the thread; others read snapshots.
         self._jobs: dict[int, Job] = {}
         self._engine_ms: dict[str, float] = {}
         self.beat_s = time.monotonic()
-        self.canary = service_canary(service, adapters)
+
+        def answer() -> None:
+            adapters.use("")
+            service.engine.generate(_PROMPT, GenerationConfig(max_tokens=1))
+
+        self.canary = Canary(answer)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
 
-    @property
-    def alive(self) -> bool:
-        """Whether the thread runs."""
-        return self._thread.is_alive()
+    alive = property(lambda self: self._thread.is_alive(), doc="Whether the thread runs.")
 
     def submit(self, call: Call, loop: asyncio.AbstractEventLoop) -> Job:
         """Accepts a call; its prompt is encoded in the caller's thread, within the window. A turn in a
@@ -157,14 +157,13 @@ class Executor:
         Raises:
           Refused: the service is stopping, or too many functions of the app wait.
         """
-
-        def plainly() -> Result:
-            self.adapters.use("")
-            return self.canary.watched(what)
-
+        future: Future[Result] = Future()
         with self._wake:
             self._require_taking()
-            future = self._waiting.add(app, plainly)
+            if sum(waiting == app for waiting, *_ in self._functions) >= _MAX_WAITING:
+                message = f"{_MAX_WAITING} requests of this app wait for the engine, the maximum; wait"
+                raise Refused(message, reason="full")
+            self._functions.append((app, what, future))
             self._wake.notify()
         return future
 
@@ -252,16 +251,16 @@ class Executor:
             while self._one_turn():
                 pass
         except BaseException:
-            _log.exception(
-                "the engine's thread has failed", extra=named(job.call for job in self._jobs.values())
-            )
+            _log.exception("the engine's thread has failed", extra=named(self._jobs.values()))
         with self._wake:
             self._refusing = self._refusing or "draining"
-            jobs = [*self._jobs.values(), *self._inbox]
-            self._jobs, self._inbox = {}, []
+            jobs, functions = [*self._jobs.values(), *self._inbox], self._functions
+            self._jobs, self._inbox, self._functions = {}, [], []
         for job in jobs:
             job.put(error)
-        self._waiting.fail(error)
+        for *_, future in functions:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def _one_turn(self) -> bool:
         """Accepts and cancels calls, does other work, then runs one dispatch or waits; returns False if the
@@ -272,34 +271,66 @@ class Executor:
             self.beat_s = time.monotonic()
             accepted, self._inbox = self._inbox, []
             self._jobs |= {job.id: job for job in accepted}
-            idle = not self._jobs and not self._waiting
+            idle = not self._jobs and not self._functions
             if idle and self._refusing is not None:
                 return False
             late = self._close_at_s is not None and self.beat_s >= self._close_at_s
         if idle:
-            self._idle()
+            if self._idle_work is None or not self._idle_work.step():
+                with self._wake:
+                    if not self._inbox and not self._functions and self._refusing is None:
+                        self._wake.wait(_IDLE_S)
             return True
         if self._idle_work is not None:
             self._idle_work.interrupt()
         for job in list(self._jobs.values()):
             if late or job.cancelled:
                 self._close(job, late=late)
-        self._count(self._waiting.run())
+        self._run_functions()
         for job in accepted:
             if job.call.context and job.id in self._jobs:
                 self._take_turn(job)
-        for job, error in compile_grammars(self.service.engine, self._jobs.values(), self._notify):
-            self._failed([job], error)
+        self._compile_grammars()
         if self._jobs:
             self._dispatch()
         return True
 
-    def _idle(self) -> None:
-        """Does a step of idle work, or waits for calls if there is none."""
-        if self._idle_work is None or not self._idle_work.step():
+    def _run_functions(self) -> None:
+        """Calls functions of apps in their order of arrival: one, and more while little time has passed."""
+        late_s = time.perf_counter() + _PERIOD_S
+        while self._functions:
             with self._wake:
-                if not self._inbox and not self._waiting and self._refusing is None:
-                    self._wake.wait(_IDLE_S)
+                app, function, future = self._functions.pop(0)
+            began_s = time.perf_counter()
+            if future.set_running_or_notify_cancel():
+                try:
+                    self.adapters.use("")
+                    future.set_result(self.canary.watched(function))
+                except BaseException as error:
+                    future.set_exception(error)
+            self._count(app, 1000 * (time.perf_counter() - began_s))
+            if time.perf_counter() >= late_s:
+                return
+
+    def _compile_grammars(self) -> None:
+        """Starts to compile grammars of waiting calls: at most one per app and priority is being compiled, or
+        is compiled and waits with its process for its call. So no app's grammars delay another's or fill
+        memory."""
+        engine = self.service.engine
+        waiting = [
+            job for job in self._jobs.values() if job.run is None and job.call.config.grammar is not None
+        ]
+        ahead = {(job.app, job.priority) for job in waiting if job.prepared is not None}
+        for job in waiting:
+            config, line = job.call.config, (job.app, job.priority)
+            if job.prepared is None and line not in ahead and config.grammar is not None:
+                ahead.add(line)
+                stop_ids = config.stop_ids(engine.tokenizer.eos_ids)
+                job.prepared = engine.grammars.prepare(config.grammar, stop_ids)
+                job.prepared.add_done_callback(lambda _: self._notify())
+            error = job.prepared.exception() if job.prepared is not None and job.prepared.done() else None
+            if isinstance(error, JaxllmError):
+                self._failed([job], error)
 
     def _take_turn(self, job: Job) -> None:
         call = job.call
@@ -327,15 +358,13 @@ class Executor:
             job.refresh()
         queue = self.queue(inbox=False)
         # Under memory pressure only running calls continue.
-        short = self.memory.short_bytes > 0 and bool(queue.running)
-        if short:
+        if self.memory.short_bytes > 0 and queue.running:
             queue = dataclasses.replace(queue, work=queue.running)
         jobs: list[Any] = next_dispatch(queue, self.options)
         if not jobs:
             # For the masks of calls that cannot continue without.
             matchers = [job.run.decoding.matcher for job in self._jobs.values() if job.run is not None]
-            channels = [None if each is None else each.channel for each in matchers]
-            wait([each for each in channels if each is not None], _MASK_S)
+            wait([each.channel for each in matchers if each is not None and each.channel], _MASK_S)
             return
         began = time.perf_counter()
         with self._failing(jobs):
@@ -358,7 +387,7 @@ class Executor:
             self._on_dispatch(dispatch)
         first = False
         for job in jobs:
-            self._count({job.call.app: took_ms / len(jobs)})
+            self._count(job.app, took_ms / len(jobs))
             if job.id in self._jobs:
                 self.canary.answered()
                 # A client that has read the end may call in the same context at once.
@@ -368,11 +397,10 @@ class Executor:
         if first:
             time.sleep(_FIRST_TOKEN_S)
 
-    def _count(self, took_ms: Mapping[str, float]) -> None:
-        """Adds engine time to the apps' counts."""
-        for app, each in took_ms.items():
-            self._engine_ms = decayed(self._engine_ms, each, _HALF_LIFE_MS)
-            self._engine_ms[app] = self._engine_ms.get(app, 0.0) + each
+    def _count(self, app: str, took_ms: float) -> None:
+        """Adds engine time to an app's count."""
+        self._engine_ms = decayed(self._engine_ms, took_ms, _HALF_LIFE_MS)
+        self._engine_ms[app] = self._engine_ms.get(app, 0.0) + took_ms
 
     def _begin(self, job: Job) -> None:
         load = load_of(job, self.queue(), self.options)
@@ -394,7 +422,7 @@ class Executor:
             self._failed(jobs, error)
         except Exception as error:
             self.canary.failed(error)
-            _log.exception("the engine failed while it answered", extra=named(job.call for job in jobs))
+            _log.exception("the engine failed while it answered", extra=named(jobs))
             name = type(error).__name__
             self._failed(jobs, JaxllmError(f"the engine failed while it answered ({name}); see its log"))
 
@@ -412,80 +440,74 @@ class Executor:
             self.sessions.keep(job.call.app, job.call.prefix_key, job.run.session)
 
 
-class EngineWork:
-    """Functions waiting for the engine's thread. Any thread adds some, one runs them."""
+# An id that every model has: a text may have characters without ids.
+_PROMPT = (0,)
+# Number of consecutive failures, and the time between two, after which the engine counts as failed.
+_MOST_FAILURES, _PAUSE_S = 3, 2.0
+# Time without answers after which a readiness request checks the engine.
+_STALE_S = 60.0
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[str, Callable[[], Any], Future[Any]]] = []
 
-    def __len__(self) -> int:
-        return len(self._waiting)
+class EngineFailed(JaxllmError):
+    """The engine could not answer several times in a row."""
 
-    def add(self, app: str, function: Callable[[], Result]) -> "Future[Result]":
-        """Adds a function of an app, called once unless the future of its result is cancelled before.
+
+class Canary:
+    """Tracks whether the engine answers. Methods are for the engine's thread unless noted.
+
+    Args:
+      answer: lets the engine answer one token; raises its error.
+      clock: returns seconds.
+
+    Attributes:
+      suspected: whether an error may have been the engine's, with no successful answer since.
+    """
+
+    def __init__(self, answer: Callable[[], object], *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._answer, self._clock = answer, clock
+        self.suspected, self._failures = False, 0
+        self._answered_s, self._next_s = clock(), clock()
+
+    @property
+    def stale(self) -> bool:
+        """Whether nothing was answered for a while. From any thread."""
+        return self._clock() - self._answered_s > _STALE_S
+
+    def answered(self) -> None:
+        """Records that a call got output."""
+        self._answered_s = self._clock()
+
+    def failed(self, error: Exception) -> None:
+        """Records an error of a call. From any thread."""
+        if not isinstance(error, JaxllmError) or isinstance(error, BundleError | NotFinite):
+            self.suspected = True
+
+    def watched(self, what: Callable[[], Result]) -> Result:
+        """Calls a function and records its errors. From any thread."""
+        try:
+            return what()
+        except Exception as error:
+            self.failed(error)
+            raise
+
+    def step(self, *, readiness: bool = False) -> None:
+        """Tests the engine after an error, or for `readiness` if nothing was answered for a while, if a test
+        is due.
 
         Raises:
-          Refused: too many functions of the app wait.
+          EngineFailed: the last allowed test failed.
         """
-        future: Future[Result] = Future()
-        with self._lock:
-            if sum(waiting == app for waiting, *_ in self._waiting) >= _MAX_WAITING:
-                raise Refused(
-                    f"{_MAX_WAITING} requests of this app wait for the engine, the maximum; wait",
-                    reason="full",
-                )
-            self._waiting.append((app, function, future))
-        return future
-
-    def run(self) -> dict[str, float]:
-        """Calls functions in their order of arrival: one, and more while little time has passed.
-
-        Returns:
-          Each app's time, in milliseconds.
-        """
-        began_s, took_ms = time.perf_counter(), dict[str, float]()
-        while self._waiting and (not took_ms or time.perf_counter() - began_s < _PERIOD_S):
-            with self._lock:
-                app, function, future = self._waiting.pop(0)
-            one_s = time.perf_counter()
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(function())
-                except BaseException as error:
-                    future.set_exception(error)
-            took_ms[app] = took_ms.get(app, 0.0) + 1000 * (time.perf_counter() - one_s)
-        return took_ms
-
-    def fail(self, error: JaxllmError) -> None:
-        """Ends all waiting functions with an error."""
-        with self._lock:
-            waiting, self._waiting = self._waiting, []
-        for *_, future in waiting:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-
-
-def compile_grammars(
-    engine: Engine[Any], jobs: Iterable[Job], notify: Callable[[], None]
-) -> list[tuple[Job, JaxllmError]]:
-    """Starts to compile grammars of waiting calls: at most one per app and priority is being compiled, or is
-    compiled and waits with its process for its call. So no app's grammars delay another's or fill memory.
-    `notify` is called in any thread after a grammar was compiled.
-
-    Returns:
-      The calls with invalid grammars, and their errors.
-    """
-    waiting = [job for job in jobs if job.run is None and job.call.config.grammar is not None]
-    ahead = {(job.call.app, job.call.priority) for job in waiting if job.prepared is not None}
-    failed = []
-    for job in waiting:
-        config, line = job.call.config, (job.call.app, job.call.priority)
-        if job.prepared is None and line not in ahead and config.grammar is not None:
-            ahead.add(line)
-            job.prepared = engine.grammars.prepare(config.grammar, config.stop_ids(engine.tokenizer.eos_ids))
-            job.prepared.add_done_callback(lambda _: notify())
-        error = job.prepared.exception() if job.prepared is not None and job.prepared.done() else None
-        if isinstance(error, JaxllmError):
-            failed.append((job, error))
-    return failed
+        if not (self.stale if readiness else self.suspected) or self._clock() < self._next_s:
+            return
+        try:
+            self._answer()
+        except Exception as error:
+            self.suspected, self._failures = True, self._failures + 1
+            self._next_s = self._clock() + _PAUSE_S
+            why = one_line(error)
+            _log.error("the engine cannot answer (%d of %d times): %s", self._failures, _MOST_FAILURES, why)
+            if self._failures >= _MOST_FAILURES:
+                raise EngineFailed(f"the engine cannot answer any more: {why}") from error
+        else:
+            self.suspected, self._failures = False, 0
+            self.answered()

@@ -31,16 +31,12 @@ import platformdirs
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.options import check_options
-from jaxllm.serving.server.sockets import is_loopback, peer_of, require_app
+from jaxllm.serving.server.sockets import is_loopback, peer_of, require_name
 
-_VERSION = 1
-_PREFIX = "jaxllm-"
-_RANDOM_BYTES = 32
-_ID_BYTES = 4
-_MOST_BYTES = 1 << 20
-_MOST_KEYS = 4096
-_ID = re.compile(r"[0-9a-f]{8}")
-_DIGEST = re.compile(r"[0-9a-f]{64}")
+_log = logging.getLogger(__name__)
+_VERSION, _PREFIX, _RANDOM_BYTES, _ID_BYTES = 1, "jaxllm-", 32, 4
+_MOST_BYTES, _MOST_KEYS = 1 << 20, 4096
+_ID, _DIGEST = re.compile(r"[0-9a-f]{8}"), re.compile(r"[0-9a-f]{64}")
 # Longer ones are never keys, and not worth hashing.
 _MOST_KEY_CHARACTERS = 256
 
@@ -66,7 +62,7 @@ class StoredKey:
 
     def __post_init__(self) -> None:
         check_options(self)
-        require_app(self.app)
+        require_name(self.app)
         if not _ID.fullmatch(self.id) or not _DIGEST.fullmatch(self.sha256):
             raise ConfigError("a key has a malformed id or digest")
 
@@ -125,9 +121,7 @@ class KeyFile:
             self._seen, self._keys = None, ()
             return
         except OSError as error:
-            raise ConfigError(
-                f"{self.path}: the file of API keys cannot be read ({error.strerror})"
-            ) from error
+            raise ConfigError(f"{self.path}: the API keys cannot be read ({error.strerror})") from error
         self._was_there = True
         now = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
         if now != self._seen:
@@ -186,7 +180,7 @@ def add_key(path: Path, app: str, *, operator: bool = False) -> tuple[str, Store
     Raises:
       ConfigError: the app's name is invalid, there are too many keys, or the file cannot be used.
     """
-    require_app(app)
+    require_name(app)
     key = _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
     with _changing(path) as keys:
         if len(keys) >= _MOST_KEYS:
@@ -212,21 +206,14 @@ def remove_keys(path: Path, which: str) -> tuple[StoredKey, ...]:
         # Ids have precedence over apps of the same name.
         gone = [each for each in keys if each.id == which] or [each for each in keys if each.app == which]
         if not gone:
-            raise ConfigError(
-                f"{path} has no key {which!r:.80} and none of such an app; see `jaxllm keys list`"
-            )
+            raise ConfigError(f"{path} has no key {which!r:.80} and no such app; see `jaxllm keys list`")
         keys[:] = [each for each in keys if each not in gone]
     return tuple(gone)
 
 
 @contextlib.contextmanager
 def _changing(path: Path) -> Iterator[list[StoredKey]]:
-    """Yields the mutable list of a file's keys, and writes it if the block succeeds; locks out other
-    processes.
-
-    Raises:
-      ConfigError: the file cannot be read or written.
-    """
+    """Yields the mutable list of a file's keys, and writes it if the block succeeds; locks others out."""
     import fcntl
 
     try:
@@ -246,7 +233,6 @@ def _changing(path: Path) -> Iterator[list[StoredKey]]:
         raise ConfigError(f"{path}: the file of API keys cannot be written ({error.strerror})") from error
 
 
-_log = logging.getLogger(__name__)
 # Scope entries of an identified app; clients cannot set them.
 _APP, _OPERATOR = "jaxllm.app", "jaxllm.operator"
 
@@ -317,10 +303,8 @@ class Identity:
             if not needed:
                 if peer is not None and is_loopback(peer.address):
                     return "local", True
-                raise _unknown(
-                    "other machines may not call this service without an API key, and it has none",
-                    "unknown_peer",
-                )
+                message = "other machines may not call this service without an API key, and it has none"
+                raise _unknown(message, "unknown_peer")
             assert self.keys is not None
             if not (key := _key(scope)):
                 message = "an API key is missing; send it as `Authorization: Bearer KEY`"

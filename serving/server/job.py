@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,8 @@ from jaxllm.serving.engine.run import DispatchKind, Lifecycle, Run
 from jaxllm.serving.engine.step import batchable
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.guided.compiler import PreparedGrammar
-from jaxllm.serving.server.calls import Call, Ended, Event, Piece, Refused, Started
+from jaxllm.serving.server.calls import Call, Ended, Event, Piece, Refused, Started, time_limits
 from jaxllm.serving.server.memory import PrefixSessions
-from jaxllm.serving.server.prompts import time_limits
 from jaxllm.serving.server.scheduler import Queue, SchedulerOptions, Work, expected_load
 from jaxllm.text.droppable import PromptTokens
 
@@ -118,7 +117,7 @@ class Job(Work):
         call: Call,
         loop: asyncio.AbstractEventLoop,
         options: SchedulerOptions,
-        on_cancel: Callable[[], None] = lambda: None,
+        on_cancel: Callable[[], None],
     ) -> None:
         self.arrived_s = self._began_s = self._first_s = self._last_s = time.perf_counter()
         arrived_ms = 1000 * self.arrived_s
@@ -299,21 +298,22 @@ class Job(Work):
         return first
 
     def _started(self, run: Run) -> Started:
-        source = "unplanned" if self.plan is None else self.plan.source
-        return Started(
+        started = Started(
             prompt_tokens=len(self.prompt),
             kept_tokens=run.prompt_tokens,
             reused_tokens=run.reused_tokens,
             level=run.request.level,
-            source=source if self.turn is None else "context",
+            source="unplanned" if self.plan is None else self.plan.source,
             queued_ms=1000 * (self._began_s - self.arrived_s),
-            context_tokens=0 if self.turn is None else self.turn.asked.known,
             adapter=self.adapter,
             objective=self.call.objective,
             bound=self.call.bound,
-            moved=() if self.context_call is None else self.context_call.restoration.moved,
-            shared=0 if self.context_call is None else self.context_call.restoration.shared,
         )
+        if self.turn is None:
+            return started
+        own = {"source": "context", "context_tokens": self.turn.asked.known}
+        restored = self.context_call.restoration
+        return dataclasses.replace(started, moved=restored.moved, shared=restored.shared, **own)
 
     def _ended(self, run: Run) -> Ended:
         count, limits = len(run.tokens), self._limits
@@ -336,21 +336,16 @@ class Job(Work):
         )
 
 
-def dispatch_of(jobs: Iterable[Job], took_ms: float) -> Dispatch | None:
+def dispatch_of(jobs: Sequence[Job], took_ms: float) -> Dispatch | None:
     """The last dispatch of jobs, before they emit its events; None if it failed for all."""
-    jobs = list(jobs)
     steps = [job.run.dispatched for job in jobs if job.run is not None and job.run.dispatched is not None]
     if not steps:
         return None
-    chunk = steps[0].chunk
-    return Dispatch(
-        kind=steps[0].kind,
-        rows=len(steps),
-        took_ms=took_ms,
-        tokens=sum(job.unsent_tokens for job in jobs),
-        chunk_tokens=0 if chunk is None else chunk.tokens,
-        mode="" if chunk is None else chunk.mode,
-    )
+    chunk, tokens = steps[0].chunk, sum(job.unsent_tokens for job in jobs)
+    dispatch = Dispatch(kind=steps[0].kind, rows=len(steps), took_ms=took_ms, tokens=tokens)
+    if chunk is None:
+        return dispatch
+    return dataclasses.replace(dispatch, chunk_tokens=chunk.tokens, mode=chunk.mode)
 
 
 def load_of(job: Job, queue: Queue, options: SchedulerOptions) -> Load:
@@ -396,12 +391,7 @@ def begin(job: Job, service: PlannedService, sessions: PrefixSessions, load: Loa
 
 
 def _planned(job: Job, service: PlannedService, load: Load, reused: Mapping[int, int]) -> Plan:
-    """The plan of a call; `reused`: see `Planner.plan`.
-
-    Raises:
-      ObjectiveMissed: the call is strict, and no choice meets its objective even on an idle device.
-      Refused: only the load is why no choice does.
-    """
+    """The plan of a call; refuses a strict one that only the load keeps from its objective."""
     call = job.call
     objective, count = call.objective, call.config.max_tokens
     assert objective is not None
@@ -411,8 +401,5 @@ def _planned(job: Job, service: PlannedService, load: Load, reused: Mapping[int,
     except ObjectiveMissed as missed:
         # Raises the same error if the load is not the cause.
         plan(strict=True, load=IDLE)
-        raise Refused(
-            f"other calls use the time that this strict call requires ({missed}); try again later",
-            reason="full",
-            retry_after_s=max(1.0, load.waiting_ms / 1000),
-        ) from missed
+        message = f"other calls use the time that this strict call requires ({missed}); try again later"
+        raise Refused(message, reason="full", retry_after_s=max(1.0, load.waiting_ms / 1000)) from missed

@@ -1,9 +1,9 @@
 """Limits each app's resources, so that no app exhausts the service for the others, and stores the objectives
 that apps are bound to.
 
-    admission = limiter.admit(app, prompt_tokens=300, max_tokens=256, now_s=now)   # or Refused
-    admission.started()
-    admission.ended(tokens=412, now_s=now)
+    reserved = limiter.admit(app, prompt_tokens=300, max_tokens=256, now_s=now)   # or Refused
+    limiter.started(app)
+    limiter.ended(app, reserved, started=True, tokens=412, now_s=now)
 
     bindings = Bindings({"mail": bound("<40,70>")})
     call = bindings.applied(call)       with the app's objective, if the call has none
@@ -23,7 +23,7 @@ from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.options import check_options, option
 from jaxllm.serving.elastic.objectives import Binding, EndToEnd, EnergyBudget, Latency, Objective
 from jaxllm.serving.server.calls import Call, ContextFacts, Refused
-from jaxllm.serving.server.sockets import require_app
+from jaxllm.serving.server.sockets import require_name
 
 _MINUTE_S = 60.0
 # Retry delay of a call that waits for another to end, whose duration is unknown.
@@ -72,7 +72,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for app in self.apps:
-            require_app(app)
+            require_name(app)
 
     def of(self, app: str) -> AppLimits:
         """The limits of an app."""
@@ -80,7 +80,7 @@ class Limits:
 
     def context_options(self) -> dict[str, Any]:
         """The corresponding fields of `ContextOptions`: these apply to every app, so each is the loosest of
-        all limits; an app's tighter ones are checked by `require_context` and `require_pin`."""
+        all limits; an app's tighter ones are checked by `require_room`."""
         everyone = [self.default, *self.apps.values()]
         names = {"contexts_per_app": "contexts", "app_quota_bytes": "stored_bytes"}
         found = {name: [getattr(each, own) for each in everyone] for name, own in names.items()}
@@ -109,36 +109,6 @@ class Usage:
         self.at_s = now_s
 
 
-class Admission:
-    """An admitted call. Its end returns its resources once."""
-
-    def __init__(self, limiter: "Limiter", app: str, reserved: int) -> None:
-        self._limiter, self._app, self._reserved = limiter, app, reserved
-        self._stage = "queued"
-
-    def started(self) -> None:
-        """Called at the call's first step. Does nothing if it has started or ended before."""
-        if self._stage == "queued":
-            self._stage = "running"
-            usage = self._limiter.usage(self._app)
-            usage.queued, usage.running = usage.queued - 1, usage.running + 1
-
-    def ended(self, *, tokens: int, now_s: float) -> None:
-        """Called at the call's end with the number of used tokens. Idempotent."""
-        if self._stage == "ended":
-            return
-        usage, limits = self._limiter.usage(self._app), self._limiter.limits.of(self._app)
-        if self._stage == "running":
-            usage.running -= 1
-        else:
-            usage.queued -= 1
-        self._stage, per_minute = "ended", limits.tokens_per_minute
-        # The limits may have changed since the call was admitted.
-        usage.refill(per_minute, now_s)
-        if per_minute:
-            usage.tokens = min(float(per_minute), usage.tokens + self._reserved - tokens)
-
-
 class Limiter:
     """Counts the resources of apps. For one thread.
 
@@ -154,29 +124,32 @@ class Limiter:
         """An app's usage, its tokens as of its last call."""
         return self._usage.setdefault(app, Usage())
 
-    def admit(self, app: str, *, prompt_tokens: int, max_tokens: int, now_s: float) -> Admission:
+    def admit(self, app: str, *, prompt_tokens: int, max_tokens: int, now_s: float) -> int:
         """Admits a call of an app at a time of a monotonic clock, the same for all methods.
+
+        Returns:
+          The number of reserved tokens.
 
         Raises:
           Refused: the app has too many calls, or too few tokens left.
         """
-        self._forget_idle(now_s)
+        if len(self._usage) >= _MOST_IDLE:
+            for idle, usage in list(self._usage.items()):
+                usage.refill(per_minute := self.limits.of(idle).tokens_per_minute, now_s)
+                if usage.tokens >= per_minute and not usage.queued and not usage.running:
+                    del self._usage[idle]
         usage, limits = self.usage(app), self.limits.of(app)
-        if limits.in_flight and usage.queued + usage.running >= limits.in_flight:
-            raise _full(
-                f"the app has {usage.queued + usage.running} calls in flight of at most {limits.in_flight}; "
-                "wait for one to end"
-            )
-        if limits.queued and usage.queued >= limits.queued:
-            raise _full(
-                f"the app has {usage.queued} calls queued of at most {limits.queued}; wait for one to start"
-            )
+        for taken, most, what in (
+            (usage.queued + usage.running, limits.in_flight, "in flight; wait for one to end"),
+            (usage.queued, limits.queued, "queued; wait for one to start"),
+        ):
+            if most and taken >= most:
+                raise _full(f"the app has {taken} calls of at most {most} {what}")
         per_minute = limits.tokens_per_minute
         usage.refill(per_minute, now_s)
         if per_minute and prompt_tokens > per_minute:
-            raise _full(
-                f"the prompt has {prompt_tokens} tokens, and the app may use {per_minute} a minute", None
-            )
+            message = f"the prompt has {prompt_tokens} tokens, and the app may use {per_minute} a minute"
+            raise _full(message, None)
         # A full bucket suffices for any call: else a call with a long answer could never start.
         reserved = min(prompt_tokens + max_tokens, per_minute) if per_minute else 0
         if reserved > usage.tokens:
@@ -188,15 +161,22 @@ class Limiter:
             )
         usage.queued += 1
         usage.tokens -= reserved
-        return Admission(self, app, reserved)
+        return reserved
 
-    def _forget_idle(self, now_s: float) -> None:
-        if len(self._usage) < _MOST_IDLE:
-            return
-        for app, usage in list(self._usage.items()):
-            usage.refill(per_minute := self.limits.of(app).tokens_per_minute, now_s)
-            if usage.tokens >= per_minute and not usage.queued and not usage.running:
-                del self._usage[app]
+    def started(self, app: str) -> None:
+        """Called once, at the first step of an admitted call."""
+        usage = self.usage(app)
+        usage.queued, usage.running = usage.queued - 1, usage.running + 1
+
+    def ended(self, app: str, reserved: int, *, started: bool, tokens: int, now_s: float) -> None:
+        """Called once, at the end of an admitted call that has started or not, with the number of used
+        tokens."""
+        usage, per_minute = self.usage(app), self.limits.of(app).tokens_per_minute
+        usage.running, usage.queued = usage.running - started, usage.queued - (not started)
+        # The limits may have changed since the call was admitted.
+        usage.refill(per_minute, now_s)
+        if per_minute:
+            usage.tokens = min(float(per_minute), usage.tokens + reserved - tokens)
 
 
 def _full(message: str, retry_after_s: float | None = _RETRY_S) -> Refused:
@@ -312,10 +292,7 @@ class Bindings:
           BudgetExceeded: too many apps are bound.
         """
         if app not in self._own and len(self._own) >= _MOST_BOUND:
-            raise BudgetExceeded(
-                f"{_MOST_BOUND} apps are bound to objectives, the maximum; unbind one, or name the "
-                "objective in each call"
-            )
+            raise BudgetExceeded(f"{_MOST_BOUND} apps are bound, the limit; name the objective in each call")
         self._own[app] = binding
 
     def unbind(self, app: str) -> None:

@@ -14,11 +14,11 @@ import datetime
 import json
 import logging
 import os
+import queue
 import re
 import threading
 import time
 import uuid
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -26,7 +26,6 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.serving.server.api.errors import api_error, error_response, shape_of
-from jaxllm.serving.server.calls import Call
 from jaxllm.serving.server.identity import identified_app
 from jaxllm.serving.server.sockets import OPEN_PATHS
 
@@ -37,8 +36,8 @@ _LOGGERS = ("jaxllm", "serving", "uvicorn", "py.warnings")
 # Attributes of every record; others were passed as `extra`.
 _OWN = {*vars(logging.makeLogRecord({})), "message", "asctime", "taskName"}
 _MOST_MESSAGE, _MOST_ERROR = 4000, 16000
-# Limit of unwritten lines: some 10,000 records of requests.
-_MOST_WAITING_BYTES = 4 << 20
+# Limit of unwritten lines.
+_MOST_WAITING = 4000
 _FLUSH_S, _RETRY_S = 2.0, 0.05
 
 
@@ -60,29 +59,14 @@ class Served:
         return identified_app(self._scope)
 
 
-_request: contextvars.ContextVar[Served | None] = contextvars.ContextVar("request", default=None)
+# The request of logs in this context; each thread and task has its own.
+CURRENT: contextvars.ContextVar[Served | None] = contextvars.ContextVar("request", default=None)
 
 
-@contextlib.contextmanager
-def request(served: Served) -> Iterator[None]:
-    """Sets the request of logs in this context; each thread and task has its own."""
-    token = _request.set(served)
-    try:
-        yield
-    finally:
-        _request.reset(token)
-
-
-def current_request() -> Served | None:
-    """The request of this context."""
-    return _request.get()
-
-
-def named(calls: Iterable[Call]) -> dict[str, str]:
+def named(jobs: "Iterable[Job]") -> dict[str, str]:
     """Fields of a record that belongs to several calls."""
-    own = list(calls)
-    ids, apps = ([getattr(each, name) for each in own] for name in ("request_id", "app"))
-    return {"request_id": " ".join(ids), "app": " ".join(dict.fromkeys(apps))} if own else {}
+    ids = {each.call.request_id: each.app for each in jobs}
+    return {"request_id": " ".join(ids), "app": " ".join(dict.fromkeys(ids.values()))} if ids else {}
 
 
 class JsonLines(logging.Formatter):
@@ -98,7 +82,7 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage()[:_MOST_MESSAGE],
         }
         fields = {name: value for name, value in vars(record).items() if name not in _OWN}
-        served = _request.get()
+        served = CURRENT.get()
         own = {} if served is None else {"request_id": served.request_id, "app": served.app}
         line = {**own, **fields, **line}
         if record.exc_info:
@@ -117,67 +101,49 @@ class LineWriter(logging.Handler):
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
-        self.dropped = self._reported = 0
         # Bypass Python's buffer: its lock, owned by a waiting thread, would block the process's exit.
-        self._number, self._most_bytes = stream.fileno(), _MOST_WAITING_BYTES
-        self._changed = threading.Condition()
-        # Guarded by `_changed`; the first line is the one that is being written.
-        self._waiting: deque[str] = deque()
-        self._waiting_bytes = 0
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
-        self._thread.start()
+        self._number, self._closed, self.dropped = stream.fileno(), False, 0
+        self._lines: queue.Queue[str] = queue.Queue(_MOST_WAITING)
+        threading.Thread(target=self._run, name="logs", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queues a record without waiting."""
         try:
-            line = self.format(record) + "\n"
+            self._lines.put_nowait(self.format(record) + "\n")
+        except queue.Full:
+            self.dropped += 1
         except Exception:
             self.handleError(record)
-            return
-        with self._changed:
-            if self._closed or self._waiting_bytes + len(line) > self._most_bytes:
-                self.dropped += 1
-                return
-            self._waiting.append(line)
-            self._waiting_bytes += len(line)
-            self._changed.notify_all()
 
     def flush(self) -> None:
         """Waits until all lines are written, for a bounded time; returns at once after `close`."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: not self._waiting or self._closed or not self._thread.is_alive(), _FLUSH_S
-            )
+        # `Queue.join` has no time limit.
+        lines = self._lines
+        with lines.all_tasks_done:
+            lines.all_tasks_done.wait_for(lambda: not lines.unfinished_tasks or self._closed, _FLUSH_S)
 
     def close(self) -> None:
         """Writes the waiting lines, for a bounded time, and ends the thread."""
         self.flush()
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait("")
         super().close()
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
-                if self._closed:
-                    return
-                line = self._waiting[0]
-            written = self._write(line)
-            with self._changed:
-                self.dropped += not written
-                lost = self.dropped - self._reported if written else 0
-                self._reported += lost
-            if lost:
+        reported = 0
+        while (line := self._lines.get()) and not self._closed:
+            if not self._write(line):
+                # Others count, too.
+                self.acquire()
+                self.dropped += 1
+                self.release()
+            elif lost := self.dropped - reported:
+                reported += lost
                 text = f"{lost} lines of this log were dropped: it was not read fast enough"
                 facts = {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING", "msg": text}
                 self._write(self.format(logging.makeLogRecord({**facts, "dropped": lost})) + "\n")
-            with self._changed:
-                self._waiting.popleft()
-                self._waiting_bytes -= len(line)
-                self._changed.notify_all()
+            self._lines.task_done()
 
     def _write(self, line: str) -> bool:
         """Writes a line; returns False if the stream has no reader any more."""
@@ -219,13 +185,6 @@ def writing_logs(stream: TextIO, level: int = logging.INFO) -> Iterator[LineWrit
         handler.close()
 
 
-def flush_logs() -> None:
-    """Waits until all log lines are written, for a bounded time."""
-    for each in logging.getLogger(_LOGGERS[0]).handlers:
-        each.flush()
-
-
-ACCESS = "jaxllm.access"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _MOST_PATH = 200
 # HTTP statuses: the first of refusals and of failures, refusals among those, and a client that left.
@@ -295,7 +254,7 @@ class AccessLogged:
     "info", or "debug" for probes, which repeat every few seconds."""
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app, self._log = app, logging.getLogger(ACCESS)
+        self._app, self._log = app, logging.getLogger("jaxllm.access")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -314,24 +273,24 @@ class AccessLogged:
                 message["headers"] = [*message.get("headers", ()), name]
             await send(message)
 
-        with request(served):
-            try:
-                await self._app(scope, receive, sending)
-            except ClientDisconnect:
-                pass
-            except Exception as raised:
-                if status:
-                    error = type(raised).__name__
-                    raise
-                await error_response(api_error(raised), shape_of(scope["path"]))(scope, receive, sending)
-            finally:
-                # Without what clients chose: with the names of parameters.
-                path, total_ms = scope["path"], 1000 * (time.perf_counter() - began)
-                for name, value in (scope.get("path_params") or {}).items():
-                    path = "/".join(f"{{{name}}}" if part == value else part for part in path.split("/"))
-                path = path[:_MOST_PATH]
-                fields = access_record(
-                    served, method=scope["method"], path=path, status=status, total_ms=total_ms, error=error
-                )
-                level = logging.DEBUG if path in OPEN_PATHS else logging.INFO
-                self._log.log(level, "request", extra=fields)
+        token = CURRENT.set(served)
+        try:
+            await self._app(scope, receive, sending)
+        except ClientDisconnect:
+            pass
+        except Exception as raised:
+            if status:
+                error = type(raised).__name__
+                raise
+            await error_response(api_error(raised), shape_of(scope["path"]))(scope, receive, sending)
+        finally:
+            # Without what clients chose: with the names of parameters.
+            path, total_ms = scope["path"], 1000 * (time.perf_counter() - began)
+            for name, value in (scope.get("path_params") or {}).items():
+                path = "/".join(f"{{{name}}}" if part == value else part for part in path.split("/"))
+            path = path[:_MOST_PATH]
+            fields = access_record(
+                served, method=scope["method"], path=path, status=status, total_ms=total_ms, error=error
+            )
+            self._log.log(logging.DEBUG if path in OPEN_PATHS else logging.INFO, "request", extra=fields)
+            CURRENT.reset(token)

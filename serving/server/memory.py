@@ -74,45 +74,15 @@ class Holding:
         self._most, self._least, self._resized = most, least, most()
         self._limit = limit or (lambda: self._resized)
 
-    @property
-    def size_bytes(self) -> int:
-        """Current size."""
-        return self._size()
-
-    @property
-    def limit_bytes(self) -> int:
-        """Current limit."""
-        return self._limit()
-
-    @property
-    def least_bytes(self) -> int:
-        """Minimum limit."""
-        return self._least()
-
-    @property
-    def most_bytes(self) -> int:
-        """Maximum useful limit."""
-        return self._most()
+    size_bytes = property(lambda self: self._size(), doc="Current size.")
+    limit_bytes = property(lambda self: self._limit(), doc="Current limit.")
+    least_bytes = property(lambda self: self._least(), doc="Minimum limit.")
+    most_bytes = property(lambda self: self._most(), doc="Maximum useful limit.")
 
     def resize(self, limit_bytes: int) -> None:
         """Sets the limit, at least `least_bytes`; releases memory beyond it at once."""
         self._resize(limit_bytes)
         self._resized = limit_bytes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Observed:
-    """Memory at one time.
-
-    Attributes:
-      now_s: time of a monotonic clock.
-      taken_bytes: memory of the process.
-      pressure: share of time in which tasks of the machine wait for memory; None if unknown.
-    """
-
-    now_s: float
-    taken_bytes: int
-    pressure: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,21 +102,36 @@ class Division:
     short_bytes: int = 0
 
 
-def divide(holdings: Sequence[Any], before: Division, seen: Observed, limit_bytes: int) -> Division:
-    """Decides new limits of holdings, which shrink in their order."""
+def divide(
+    holdings: Sequence[Any],
+    before: Division,
+    limit_bytes: int,
+    *,
+    now_s: float,
+    taken_bytes: int,
+    pressure: float = 0.0,
+) -> Division:
+    """Decides new limits of holdings, which shrink in their order.
+
+    Args:
+      holdings: what can be resized.
+      before: the last decision.
+      limit_bytes: memory limit of the process.
+      now_s: time of a monotonic clock.
+      taken_bytes: memory of the process.
+      pressure: share of time in which tasks of the machine wait for memory.
+    """
     step, margin = round(_STEP * limit_bytes), round(_MARGIN * limit_bytes)
-    fixed = max(0, seen.taken_bytes - sum(each.size_bytes for each in holdings))
+    fixed = max(0, taken_bytes - sum(each.size_bytes for each in holdings))
     limits = {each.name: max(each.least_bytes, each.limit_bytes) for each in holdings}
     needed = fixed + sum(each.least_bytes for each in holdings)
-    calm = seen.now_s - before.restless_s >= _CALM_S
+    calm = now_s - before.restless_s >= _CALM_S
     allowance, restless = before.allowance_bytes, before.restless_s
-    pressure = seen.pressure or 0.0
     if pressure >= _PRESSURE_HIGH:
         # Not below fixed memory: later growth would only take longer.
-        allowance = max(min(needed, allowance), min(allowance, seen.taken_bytes) - step)
-        restless = seen.now_s
-    elif pressure > _PRESSURE_LOW:
-        restless = seen.now_s
+        allowance = max(min(needed, allowance), min(allowance, taken_bytes) - step)
+    if pressure > _PRESSURE_LOW:
+        restless = now_s
     elif calm and allowance < limit_bytes:
         allowance = min(limit_bytes, allowance + step)
     spare = allowance - fixed - sum(limits.values())
@@ -155,19 +140,15 @@ def divide(holdings: Sequence[Any], before: Division, seen: Observed, limit_byte
             cut = min(-spare, limits[each.name] - each.least_bytes)
             limits[each.name] -= cut
             spare += cut
-            restless = seen.now_s if cut else restless
+            restless = now_s if cut else restless
     elif calm and pressure <= _PRESSURE_LOW:
         room = min(step, spare - margin)
         for each in reversed(holdings):
             add = max(0, min(room, each.most_bytes - limits[each.name]))
             limits[each.name] += add
             room -= add
-    return Division(
-        limits=limits,
-        allowance_bytes=allowance,
-        restless_s=restless,
-        short_bytes=max(0, needed - allowance),
-    )
+    short = max(0, needed - allowance)
+    return Division(limits=limits, allowance_bytes=allowance, restless_s=restless, short_bytes=short)
 
 
 @dataclasses.dataclass(eq=False)
@@ -228,16 +209,15 @@ class PrefixSessions:
         (common, _), best = max(ranked, key=lambda each: each[0], default=((0, False), None))
         if best is None or common < _LEAST_COMMON:
             return Session()
-        session, cache = best.session, best.session.cache
+        session = best.session
         if len(session.tokens) - common <= _MOST_LEFT:
             self._drop(best)
             return session
         # Mark it as recently used.
         self._kept.remove(best)
         self._kept.append(best)
-        assert cache is not None
         with runner.lock:
-            forked = runner.fork(cache, common)
+            forked = runner.fork(session.cache, common)
         return Session(session.tokens[:common], forked, session.weights_version)
 
     def keep(self, app: str, key: str, session: Session) -> None:
@@ -271,10 +251,9 @@ class PrefixSessions:
     def _shrink(self, among: list[_Kept], limit_bytes: int) -> None:
         excess = sum(each.size_bytes for each in among) - limit_bytes
         for each in list(among):
-            if excess <= 0:
-                return
-            self._drop(each)
-            excess -= each.size_bytes
+            if excess > 0:
+                self._drop(each)
+                excess -= each.size_bytes
 
     def _drop(self, kept: _Kept) -> None:
         self._kept.remove(kept)
@@ -328,27 +307,21 @@ class ServiceMemory:
                 )
         self._limit_bytes, self._clock = limit, clock
         self._weights_bytes = weights_bytes
-        self.sessions = PrefixSessions(
-            min(prefix_bytes, limit // _PREFIX_SHARE) if limit else prefix_bytes, app_bytes
-        )
+        prefix_bytes = min(prefix_bytes, limit // _PREFIX_SHARE) if limit else prefix_bytes
+        self.sessions = PrefixSessions(prefix_bytes, app_bytes)
         own = [self.sessions, *holdings]
         names = [each.name for each in own]
         if not set(names) <= set(SHRINK_ORDER) or len(set(names)) < len(names):
-            raise ConfigError(
-                f"holdings must be different ones of {', '.join(SHRINK_ORDER)}, got {names!r:.200}"
-            )
+            raise ConfigError(f"holdings must be different ones of {', '.join(SHRINK_ORDER)}, got {names}")
         self._holdings = sorted(own, key=lambda each: SHRINK_ORDER.index(each.name))
         self._division = Division(limits={}, allowance_bytes=limit, restless_s=clock())
         self._next_s = float("-inf")
         # As of the last step: holdings that are called in another thread may fail.
         self._least = {each.name: each.least_bytes for each in own} if limit else {}
         # Measured here, to fail at the start if the system does not report it.
-        self._seen = Observed(now_s=clock(), taken_bytes=resident_bytes()) if limit else None
+        self._taken_bytes, self._pressure = resident_bytes() if limit else 0, None
 
-    @property
-    def short_bytes(self) -> int:
-        """See the class."""
-        return self._division.short_bytes
+    short_bytes = property(lambda self: self._division.short_bytes, doc="See the class.")
 
     def step(self) -> bool:
         """Resizes holdings if necessary; returns whether it did. Costs nothing before its interval."""
@@ -357,9 +330,12 @@ class ServiceMemory:
             return False
         self._next_s = now + _INTERVAL_S
         try:
-            self._seen = Observed(now_s=now, taken_bytes=resident_bytes(), pressure=memory_pressure())
+            self._taken_bytes, self._pressure = resident_bytes(), memory_pressure()
             self._least = {each.name: each.least_bytes for each in self._holdings}
-            self._division = divide(self._holdings, before, self._seen, limit)
+            self._division = divide(
+                self._holdings, before, limit,
+                now_s=now, taken_bytes=self._taken_bytes, pressure=self._pressure or 0.0,
+            )  # fmt: skip
             if self.short_bytes and not before.short_bytes:
                 _log.warning(
                     "the memory budget of %s bytes is %s bytes too small although all that can shrink has: "
@@ -367,24 +343,21 @@ class ServiceMemory:
                     f"{limit:,}",
                     f"{self.short_bytes:,}",
                 )
-            return self._resize()
+            changed = gave = False
+            for each in self._holdings:
+                limit, before_bytes = self._division.limits[each.name], each.limit_bytes
+                if limit != before_bytes:
+                    changed, gave = True, gave or limit < each.size_bytes
+                    each.resize(limit)
+                    _log.info("%s may take %s bytes, was %s", each.name, f"{limit:,}", f"{before_bytes:,}")
+            if gave:
+                # Else the next measurement would count it as memory of something else.
+                give_back_memory()
+            return changed
         except JaxllmError as error:
             # Such as a layer that cannot be read again: answers continue with unchanged memory.
             _log.error("memory stays as it is: %s", error)
             return False
-
-    def _resize(self) -> bool:
-        changed = gave = False
-        for each in self._holdings:
-            limit, before_bytes = self._division.limits[each.name], each.limit_bytes
-            if limit != before_bytes:
-                changed, gave = True, gave or limit < each.size_bytes
-                each.resize(limit)
-                _log.info("%s may take %s bytes, was %s", each.name, f"{limit:,}", f"{before_bytes:,}")
-        if gave:
-            # Else the next measurement would count it as memory of something else.
-            give_back_memory()
-        return changed
 
     def figures(self, cache_bytes: int, adapter_bytes: int = 0) -> dict[str, Any]:
         """Memory by kind as of the last step, for metrics (see `Backend.snapshot`). From any thread.
@@ -400,10 +373,7 @@ class ServiceMemory:
             holdings[each.name] = {"size_bytes": each.size_bytes, "limit_bytes": each.limit_bytes}
             holdings[each.name] |= {"least_bytes": self._least[each.name]} if self._least else {}
         figures: dict[str, Any] = {"limit_bytes": self._limit_bytes, "holdings": holdings}
-        if (seen := self._seen) is not None:
-            figures["process_bytes"] = seen.taken_bytes
-            return figures | ({} if seen.pressure is None else {"pressure": seen.pressure})
         # Not available on systems other than Linux.
         with contextlib.suppress(ConfigError):
-            figures["process_bytes"] = resident_bytes()
-        return figures
+            figures["process_bytes"] = self._taken_bytes or resident_bytes()
+        return figures | ({} if self._pressure is None else {"pressure": self._pressure})

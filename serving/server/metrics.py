@@ -13,7 +13,6 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Route
@@ -23,34 +22,25 @@ from jaxllm.serving.server.calls import Ended, Started
 from jaxllm.serving.server.identity import is_operator
 from jaxllm.serving.server.job import Dispatch
 
-CONTENT_TYPE = CONTENT_TYPE_LATEST
-MOST_APPS = 32
-OTHER = "other"
-_MOST_KINDS = 16
+_MOST_APPS, _MOST_KINDS = 32, 16
 _MS_PER_S = 1000.0
 _TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
 _TPOT_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8)
 _DISPATCH_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 _ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
-Snapshot = Callable[[], Mapping[str, Any]]
 
 
-class Names:
-    """Bounds the number of a label's values: later ones are "other". Thread-safe.
-
-    Args:
-      most: number of names to use as labels.
-    """
+class _Names:
+    """Bounds the number of a label's values: later ones are "other". Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most, self._known, self._lock = most, set[str](), threading.Lock()
 
     def __call__(self, name: str) -> str:
-        """The label for a name."""
         with self._lock:
-            if name not in self._known and len(self._known) < self._most:
+            if len(self._known) < self._most:
                 self._known.add(name)
-            return name if name in self._known else OTHER
+            return name if name in self._known else "other"
 
 
 def _per_token_s(field: str) -> Callable[[Ended], float | None]:
@@ -130,22 +120,18 @@ class Metrics:
 
     Args:
       snapshot: `Backend.snapshot`, for gauges.
-      most_apps: maximum number of apps with their own labels.
     """
 
-    def __init__(self, snapshot: Snapshot, *, most_apps: int = MOST_APPS) -> None:
-        self._names, self._kinds = Names(most_apps), Names(_MOST_KINDS)
-        self._registry = own = CollectorRegistry(auto_describe=False)
+    def __init__(self, snapshot: Callable[[], Mapping[str, Any]]) -> None:
+        self._names, self._kinds = _Names(_MOST_APPS), _Names(_MOST_KINDS)
+        self._snapshot, self._registry = snapshot, CollectorRegistry(auto_describe=False)
         self._metrics: dict[str, Counter | Histogram] = {}
         for name, text, labels, _, _, buckets in METRICS:
             names = [each.partition("=")[0] for each in labels.split()]
-            full = f"jaxllm_{name}"
-            self._metrics[name] = (
-                Histogram(full, text, names, registry=own, buckets=buckets)
-                if buckets
-                else Counter(full, text, names, registry=own)
-            )
-        own.register(_Gauges(snapshot, self._names))
+            own: dict[str, Any] = {"registry": self._registry} | ({"buckets": buckets} if buckets else {})
+            kind = Histogram if buckets else Counter
+            self._metrics[name] = kind(f"jaxllm_{name}", text, names, **own)
+        self._registry.register(self)
 
     def count(self, name: str, app: str, kind: str = "") -> None:
         """Counts what became of a call of an app, with a reason or kind for the metrics that have one."""
@@ -178,17 +164,11 @@ class Metrics:
             metric.inc(value)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus's text format; its type is `CONTENT_TYPE`."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
-
-class _Gauges(Collector):
-    """Reads current values from a backend; missing ones have no sample."""
-
-    def __init__(self, snapshot: Snapshot, names: Names) -> None:
-        self._snapshot, self._names = snapshot, names
-
     def collect(self) -> Iterator[Metric]:
+        """The current values of the backend, for the registry; missing ones have no sample."""
         figures = self._snapshot()
         for kind, declared in ((GaugeMetricFamily, GAUGES), (CounterMetricFamily, COUNTS)):
             for name, text, labels, place in declared:
@@ -240,6 +220,7 @@ _HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-cache",
 }
+_NOT_STORED = {"Cache-Control": "no-store"}
 _NOT_OPERATOR = (
     "metrics name all apps, and are for operators: send a key made with `jaxllm keys add NAME --operator`, "
     "or call over the Unix socket as root or as the service's user"
@@ -259,9 +240,9 @@ def metric_routes(metrics: Metrics) -> list[Route]:
     # In the event loop, as backends require, not in a thread.
     async def read(request: Request) -> Response:
         if is_operator(request.scope):
-            return Response(metrics.text(), media_type=CONTENT_TYPE, headers={"Cache-Control": "no-store"})
+            return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST, headers=_NOT_STORED)
         refusal = error_response(ApiError(_NOT_OPERATOR, status=403, code="not_operator"), openai_body)
-        refusal.headers["Cache-Control"] = "no-store"
+        refusal.headers.update(_NOT_STORED)
         return refusal
 
     return [

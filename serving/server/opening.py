@@ -1,5 +1,12 @@
-"""Opens the model of a service and warms it up: nothing compiles afterwards. Measures its full profile while
-it is idle, and describes its memory that can be resized."""
+"""Opens the model of a service with its low-rank adapters, and warms it up: nothing compiles afterwards.
+Measures its full profile while it is idle, and describes its memory that can be resized.
+
+    adapters = Adapters(model, ServerOptions(adapter={"mail": Path("adapters/mail")}, adapter_rank=8))
+    adapters.use("mail")       before a dispatch, in the engine's thread; "" for none
+
+All adapters have the same shapes, so that the model's buckets serve each of them: loading one, and switching
+between two dispatches, compiles nothing.
+"""
 
 import contextlib
 import dataclasses
@@ -7,14 +14,15 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from jaxllm.bundle.images import has_image_encoder
 from jaxllm.config import WHOLE
-from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
+from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
 from jaxllm.models.lora import TARGETS, LoraConfig, adapted_parameters, adapter_shapes
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.contexts.chunk_io import chunk_io_of
@@ -30,13 +38,12 @@ from jaxllm.serving.ground.bundles import levels_of, open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.machine import resident_bytes
-from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.images.encoder import ImageEncoder
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
 from jaxllm.serving.runners.scorer import Scorer
-from jaxllm.serving.server.adapters import Adapters
 from jaxllm.serving.server.backend import Backend
+from jaxllm.serving.server.calls import AdapterBusy, AdapterFacts, AdapterGone
 from jaxllm.serving.server.context_turns import ContextTurns
 from jaxllm.serving.server.executor import Executor
 from jaxllm.serving.server.job import ContextTurn
@@ -44,7 +51,181 @@ from jaxllm.serving.server.limits import AppLimits, require_room
 from jaxllm.serving.server.memory import Holding, ServiceMemory
 from jaxllm.serving.server.service import LLMService, engine_options, planner_of
 from jaxllm.serving.server.service_options import ServerOptions
-from jaxllm.serving.weights.model_level import rank_of, read_adapter_of
+from jaxllm.serving.server.sockets import require_name
+from jaxllm.serving.weights.model_level import LoadedAdapter, rank_of, read_adapter_of
+
+
+class Adapters:
+    """The adapters of one service. Methods are for the engine's thread unless noted."""
+
+    def __init__(self, model: LoadedModel, options: ServerOptions | None = None) -> None:
+        """Loads the given adapters.
+
+        Raises:
+          ConfigError, CheckpointError: one cannot be read, or does not fit the model or the options.
+          BudgetExceeded: they exceed their number or memory limit.
+        """
+        self._model, self.options = model, options or ServerOptions()
+        # Replaced, never mutated: other threads read it.
+        self._named: Mapping[str, tuple[AdapterFacts, LoadedAdapter]] = {}
+        self._used = ""
+        for name, folder in self.options.adapter.items():
+            self.add(name, self._read(folder))
+
+    # -- from any thread --------------------------------------------------------------------------
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of all loaded adapters."""
+        return tuple(self._named)
+
+    def facts(self) -> list[AdapterFacts]:
+        """Facts of all loaded adapters."""
+        return [facts for facts, _ in self._named.values()]
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of their factors."""
+        return sum(each.size_bytes for each in self.facts())
+
+    def require(self, name: str) -> None:
+        """Checks that an adapter is loaded; "" means none.
+
+        Raises:
+          AdapterGone: no adapter has this name.
+        """
+        if name and name not in self._named:
+            known = ", ".join(map(repr, self.names[:20])) or "none"
+            raise AdapterGone(f"the model has no adapter {name!r:.80}; it has {known}")
+
+    def require_addable(self, name: str) -> None:
+        """Checks that an adapter may be added under this name.
+
+        Raises:
+          ConfigError: the name is not valid.
+          AdapterBusy: the name is in use.
+          BudgetExceeded: the maximum number is loaded.
+        """
+        require_name(name, "an adapter")
+        if name in self._named:
+            raise AdapterBusy(f"there is an adapter {name!r}; delete it first, or choose another name")
+        if len(self._named) >= self.options.adapter_count:
+            count = len(self._named)
+            raise BudgetExceeded(f"{count} adapters are loaded, the limit; delete one or raise adapter_count")
+
+    def read(self, name: str, folder: str) -> LoadedAdapter:
+        """Reads an adapter from the folder of adapters, for `add`. Answers continue meanwhile.
+
+        Raises:
+          ConfigError, CheckpointError, AdapterBusy, BudgetExceeded: see `Backend.load_adapter`.
+        """
+        self.require_addable(name)
+        if self.options.adapters is None:
+            raise ConfigError("the service loads no adapters at runtime; start it with --adapters FOLDER")
+        try:
+            own = self.options.adapters.resolve(strict=True)
+            # Resolve links before checking the place.
+            found = (own / folder).resolve(strict=True)
+        except (OSError, ValueError, RuntimeError):
+            raise ConfigError(f"there is no folder {folder!r:.80} in the folder of adapters") from None
+        if own not in found.parents or not found.is_dir():
+            raise ConfigError(f"{folder!r:.80} is no folder in the folder of adapters")
+        return self._read(found)
+
+    def _read(self, folder: Path) -> LoadedAdapter:
+        if (modes := self._model.runners.modes) is not None:
+            modes.require_adaptable()
+        return self._model.load_adapter(folder)
+
+    def name_of(self, digest: str) -> str:
+        """The name of the adapter with a digest; the digest itself if it is not loaded, empty for none."""
+        return self._name(digest) or digest
+
+    def of_context(self, digest: str, context: str, asked: str) -> str:
+        """The adapter of a context's turn.
+
+        Args:
+          digest: digest of the adapter that the context was made with; empty for none.
+          context: name of the context.
+          asked: name of the adapter that a call requests; empty for the context's own. If that is no longer
+            loaded, the context continues with the requested one.
+
+        Raises:
+          ContextGone: the context's adapter is not loaded, and the call requests none.
+          ConfigError: the call requests another adapter.
+          AdapterGone: the requested adapter is no longer loaded.
+        """
+        self.require(asked)
+        name = self._name(digest)
+        if name is None:
+            if asked:
+                return asked
+            raise ContextGone(
+                f"the context {context} was made with an adapter that is not loaded ({digest}); load it "
+                "again, or name another one in the call, which then computes the context's tokens again"
+            )
+        if asked and self._named[asked][0].digest != digest:
+            own = f"the adapter {name!r}" if name else "no adapter"
+            raise ConfigError(
+                f"the context {context} was made with {own}, and its cache is of no use to {asked!r:.80}; "
+                "leave the adapter out, or make another context"
+            )
+        return asked or name
+
+    # -- the engine's thread ----------------------------------------------------------------------
+
+    def use(self, name: str) -> None:
+        """Applies an adapter to the model at negligible cost; "" for none.
+
+        Raises:
+          AdapterGone: it is no longer loaded.
+        """
+        if name == self._used:
+            return
+        self.require(name)
+        self._model.use_adapter(self._named[name][1] if name else None)
+        self._used = name
+
+    def add(self, name: str, loaded: LoadedAdapter) -> AdapterFacts:
+        """Makes a read adapter available to calls.
+
+        Raises:
+          ConfigError, AdapterBusy, BudgetExceeded: see `require_addable`.
+          BudgetExceeded: also if all adapters together would need too much memory.
+        """
+        self.require_addable(name)
+        size, limit = self.size_bytes + loaded.size_bytes, self.options.adapter_memory
+        if size > limit:
+            message = f"the adapters would need {size:,} bytes of at most {limit:,} (adapter_memory)"
+            raise BudgetExceeded(f"{message}; delete one first")
+        facts = AdapterFacts(
+            name=name, digest=loaded.digest, size_bytes=loaded.size_bytes, created_s=time.time()
+        )
+        self._named = {**self._named, name: (facts, loaded)}
+        return facts
+
+    def unload(self, name: str) -> Collection[tuple[int, int]]:
+        """Unloads an adapter that no call uses.
+
+        Returns:
+          The versions of weights with it, whose caches are stale.
+
+        Raises:
+          AdapterGone: no adapter has this name.
+        """
+        self.require(name)
+        if self._used == name:
+            self.use("")
+        _, loaded = self._named[name]
+        self._named = {other: kept for other, kept in self._named.items() if other != name}
+        return loaded.versions
+
+    def _name(self, digest: str) -> str | None:
+        """The name of the adapter with a digest; empty for none, None if it is not loaded."""
+        if not digest:
+            return ""
+        return next((name for name, (facts, _) in self._named.items() if facts.digest == digest), None)
+
 
 _log = logging.getLogger(__name__)
 
@@ -148,7 +329,13 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     Raises:
       JaxllmError: the model or an adapter cannot be opened.
     """
-    contexts, stages = options.context_options(), _logged_stages()
+    contexts, seen = options.context_options(), set[str]()
+
+    def stages(stage: str, done: int, total: int) -> None:
+        if stage not in seen:
+            seen.add(stage)
+            _log.info("opening the model: %s", stage)
+
     model = options.model or None
     rank, targets, adapter_bytes = engine_shape(options)
     memory, image_bytes = engine_bytes(options.memory), 0
@@ -177,7 +364,16 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     with contextlib.ExitStack() as opened:
         engine = Engine.open(model, options=engine_of, speculation=speculation, progress=stages)
         opened.callback(engine.close)
-        _prepare(engine, stages, forks=bool(options.prefix_memory))
+        # What only some requests need: embeddings, copies of caches, images.
+        buckets: list[Bucket] = []
+        with contextlib.suppress(ConfigError):
+            # Streamed weights do not support embeddings; requests for them are refused.
+            buckets += Scorer(engine.runner).embedding_buckets()
+        if options.prefix_memory:
+            buckets += [each for level in engine.levels for each in engine.runner_at(level).fork_buckets()]
+        engine.runner.fill(buckets, stages)
+        if engine.options.prompt_rows and engine.model.images is not None:
+            engine.model.images.prepare()
         profile = known_profile(engine, coarse=True, progress=stages)
         planner = planner_of(engine, profile, margin=SafetyMargin())
         service = LLMService.of_engine(engine, planner, profile, contexts)
@@ -185,32 +381,6 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         found = OpenedService(service, Adapters(engine.model, options), options)
         opened.pop_all()
     return found
-
-
-def _prepare(engine: Engine[LoadedModel], stages: Progress, *, forks: bool) -> None:
-    """Prepares what only some requests need: embeddings, copies of caches, images."""
-    buckets: list[Bucket] = []
-    with contextlib.suppress(ConfigError):
-        # Streamed weights do not support embeddings; requests for them are refused.
-        buckets += Scorer(engine.runner).embedding_buckets()
-    if forks:
-        buckets += [each for level in engine.levels for each in engine.runner_at(level).fork_buckets()]
-    engine.runner.fill(buckets, stages)
-    if engine.options.prompt_rows and (encoder := engine.model.images) is not None:
-        encoder.prepare()
-
-
-def _logged_stages() -> Progress:
-    """Logs the stages of opening a model."""
-    seen = ""
-
-    def progress(stage: str, done: int, total: int) -> None:
-        nonlocal seen
-        if stage != seen:
-            seen = stage
-            _log.info("opening the model: %s", stage)
-
-    return progress
 
 
 # Rank of adapters loaded at runtime, if the options name none.
@@ -257,20 +427,13 @@ class ProfileRefinement:
 
     Args:
       service: service that plans with the profile.
-      quiet_s: time without calls before it measures.
       clock: returns seconds.
     """
 
-    def __init__(
-        self,
-        service: LLMService,
-        *,
-        quiet_s: float = _QUIET_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._service, self._clock, self._quiet_s = service, clock, quiet_s
+    def __init__(self, service: LLMService, clock: Callable[[], float] = time.monotonic) -> None:
+        self._service, self._clock = service, clock
         self._measurement = Measurement([service.engine]) if service.profile.coarse else None
-        self._from_s = clock() + quiet_s
+        self._from_s = clock() + _QUIET_S
         if self._measurement is not None:
             _log.info(
                 "plans are made by a coarse profile of this device; the whole one is measured while there is "
@@ -314,7 +477,7 @@ class ProfileRefinement:
         """Called when a call arrives: drops an unfinished run."""
         if self._measurement is not None:
             self._measurement.interrupt()
-            self._from_s = self._clock() + self._quiet_s
+            self._from_s = self._clock() + _QUIET_S
 
 
 def storage_figures(model: LoadedModel) -> dict[str, Any]:
@@ -374,17 +537,14 @@ def holdings(service: LLMService) -> list[Holding]:
         forms = [chunk_io_of(engine.runner_at(level)) for level in engine.levels]
         longest = max(most_bytes(each, contexts.options, count) for each in forms)
 
-        def asked() -> int:
-            return contexts.options.budget_bytes
-
         def least() -> int:
             kept = chunks.kept_bytes
-            return max(kept, min(kept + longest, asked()))
+            return max(kept, min(kept + longest, contexts.options.budget_bytes))
 
         found.append(
             Holding(
-                "contexts", lambda: chunks.resident_bytes, chunks.resize, most=asked, least=least,
-                limit=lambda: chunks.budget_bytes,
+                "contexts", lambda: chunks.resident_bytes, chunks.resize, least=least,
+                most=lambda: contexts.options.budget_bytes, limit=lambda: chunks.budget_bytes,
             )
         )  # fmt: skip
     if (speculation := engine.speculation) is not None and speculation.drafter.most_bytes:

@@ -55,10 +55,8 @@ class SchedulerOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.reserved_running >= self.running:
-            raise ConfigError(
-                f"reserved_running must be less than running, got {self.reserved_running} of {self.running}"
-            )
+        if (reserved := self.reserved_running) >= self.running:
+            raise ConfigError(f"reserved_running must be less than running, got {reserved} of {self.running}")
 
     def ttft_ms(self, priority: Priority) -> float:
         """The time to the first token of a call without an objective."""
@@ -143,9 +141,11 @@ def next_dispatch(queue: Queue, options: SchedulerOptions) -> list[Work]:
     excess = _excess_ms(queue)
 
     def order(each: Work) -> tuple[int, float, float, int]:
+        starved = queue.now_ms - each.since_ms > options.patience_ms
+        rank = 1 if each.priority == "foreground" else 0 if starved else 2
         # Late calls do not gain urgency: a flood of them would go before all others.
         latest = max(queue.now_ms, each.due_ms - each.left_ms) + excess.get(each.app, 0.0)
-        return _rank(each, queue.now_ms, options), latest, each.due_ms, each.id
+        return rank, latest, each.due_ms, each.id
 
     # Finish complete answers first: their clients wait, and it costs next to nothing.
     first = min([each for each in candidates if each.stage == "finish"] or candidates, key=order)
@@ -225,12 +225,6 @@ def _fitting(waiting: Sequence[Work], most_bytes: int, taken_bytes: int) -> set[
             break
         found.add(each.id)
     return found
-
-
-def _rank(each: Work, now_ms: float, options: SchedulerOptions) -> int:
-    if each.priority == "foreground":
-        return 1
-    return 0 if now_ms - each.since_ms > options.patience_ms else 2
 
 
 def _excess_ms(queue: Queue) -> dict[str, float]:

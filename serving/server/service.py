@@ -17,7 +17,7 @@ from pathlib import Path
 
 from jaxllm.bundle.calibrations import read_contexts
 from jaxllm.bundle.tiny_lm import read_tiny_lm
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.models.features import room_refusal
 from jaxllm.serving.contexts.context import Context
@@ -227,17 +227,13 @@ def engine_options(
         elif cfg.states is not None:
             codec, best = "raw", tokens
         else:
-            codec, best = CODEC, _chunk_tokens(options, cfg)
+            codec = CODEC
+            # The longer size if the window has several chunks and a prefill can recompute one.
+            several = (options.context_tokens or cfg.window_tokens) >= _LEAST_CHUNKS * CODEC_CHUNK_TOKENS
+            again = not options.chunk_tokens or any(n % CODEC_CHUNK_TOKENS == 0 for n in options.chunk_tokens)
+            best = CODEC_CHUNK_TOKENS if several and again else tokens
         tokens = best if tokens == EngineOptions.kv_chunk_tokens else tokens
     return dataclasses.replace(options, levels=levels, kv_codec=codec, kv_chunk_tokens=tokens)
-
-
-def _chunk_tokens(options: EngineOptions, cfg: ModelConfig) -> int:
-    """Tokens of a chunk of `CODEC`: the longer size if the window has several chunks and a prefill can
-    recompute one."""
-    several = (options.context_tokens or cfg.window_tokens) >= _LEAST_CHUNKS * CODEC_CHUNK_TOKENS
-    again = not options.chunk_tokens or any(each % CODEC_CHUNK_TOKENS == 0 for each in options.chunk_tokens)
-    return CODEC_CHUNK_TOKENS if several and again else EngineOptions.kv_chunk_tokens
 
 
 def planner_of(

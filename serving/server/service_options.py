@@ -7,7 +7,6 @@ Keys of the file are the fields of `ServerOptions`; `[scheduler]`, `[limits]`, `
 """
 
 import dataclasses
-import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,9 +24,8 @@ from jaxllm.serving.elastic.objectives import Binding
 from jaxllm.serving.server.limits import AppLimits, Limits, bound
 from jaxllm.serving.server.memory import PREFIX_BYTES
 from jaxllm.serving.server.scheduler import SchedulerOptions
-from jaxllm.serving.server.sockets import LOOPBACK_HOSTS, GuardOptions, require_app, require_rules
+from jaxllm.serving.server.sockets import LOOPBACK_HOSTS, GuardOptions, require_name, require_rules
 
-_ADAPTER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DEFAULT_HTTP = "127.0.0.1:8080"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 _MOST_FILE_BYTES = 1 << 20
@@ -129,29 +127,28 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        if self.log_level not in LOG_LEVELS:
-            raise ConfigError(f"log_level must be one of {', '.join(LOG_LEVELS)}, got {self.log_level!r:.80}")
-        if self.batch_rows and not set(self.batch_rows) <= set(_batch_rows()):
-            raise ConfigError(f"batch_rows must be among {_batch_rows()}, got {self.batch_rows!r:.80}")
-        # Each validates its arguments.
-        self.guard()
-        require_rules(self.apps)
         # Imported here: the command line reads options without it.
         from jaxllm.models.lora import MAX_RANK, TARGETS
 
+        for name, given, allowed in (
+            ("log_level", (self.log_level,), LOG_LEVELS),
+            ("batch_rows", self.batch_rows, _batch_rows()),
+            ("adapter_targets", self.adapter_targets, TARGETS),
+        ):
+            if not set(given) <= set(allowed):
+                known = ", ".join(map(str, allowed))
+                raise ConfigError(f"{name} must be among {known}, got {getattr(self, name)!r:.80}")
+        # Each validates its arguments.
+        self.guard()
+        require_rules(self.apps)
         for name, folder in self.adapter.items():
-            require_adapter_name(name)
+            require_name(name, "an adapter")
             if not isinstance(folder, Path):
                 raise ConfigError(f"the folder of the adapter {name!r} must be a path, got {folder!r:.80}")
         require_int("adapter_rank", self.adapter_rank, 0, MAX_RANK)
-        if not set(self.adapter_targets) <= set(TARGETS):
-            raise ConfigError(
-                f"adapter_targets must be names of {', '.join(TARGETS)}, got {self.adapter_targets!r:.80}"
-            )
         if len(self.adapter) > self.adapter_count:
             raise ConfigError(
-                f"{len(self.adapter)} adapters are given, and adapter_count is {self.adapter_count}; raise "
-                "it, or give fewer"
+                f"{len(self.adapter)} adapters are given, adapter_count is {self.adapter_count}"
             )
 
     @property
@@ -169,9 +166,8 @@ class ServerOptions:
         """
         host = "" if self.address is None else self.address[0]
         own = [f"[{host}]" if ":" in host else host] if host else []
-        return GuardOptions(
-            hosts=tuple(dict.fromkeys((*LOOPBACK_HOSTS, *own, *self.hosts))), origins=self.origins
-        )
+        hosts = dict.fromkeys((*LOOPBACK_HOSTS, *own, *self.hosts))
+        return GuardOptions(hosts=tuple(hosts), origins=self.origins)
 
     def context_options(self) -> ContextOptions | None:
         """Options of contexts; None if the service has none.
@@ -215,20 +211,6 @@ def address_of(text: str) -> tuple[str, int]:
     return (host[1:-1] if bracketed else host).lower(), int(port)
 
 
-def require_adapter_name(name: object) -> str:
-    """Validates and returns the name of an adapter.
-
-    Raises:
-      ConfigError: the name is not valid.
-    """
-    if not isinstance(name, str) or not _ADAPTER.fullmatch(name):
-        raise ConfigError(
-            "an adapter's name has 1 to 64 letters, digits, dots, underscores and hyphens, the first one a "
-            f"letter or digit, got {name!r:.80}"
-        )
-    return name
-
-
 def read_options(path: Path) -> ServerOptions:
     """Reads options from a TOML file. Relative paths are relative to the file's folder.
 
@@ -253,16 +235,15 @@ def read_options(path: Path) -> ServerOptions:
 def _options(facts: dict[str, Any], folder: Path) -> ServerOptions:
     given = dict(_known("options", facts, ServerOptions, "option"))
 
-    def path(name: str, value: Any) -> Any:
-        del name
+    def path(value: Any) -> Any:
         return folder / Path(value).expanduser() if isinstance(value, str) and value else value
 
-    conversions = dict.fromkeys(_PATHS, path) | dict.fromkeys(_SIZES, _size) | _SECTIONS
-    given |= {name: conversions[name](name, given[name]) for name in given.keys() & conversions.keys()}
-    given["adapter"] = {name: path(name, each) for name, each in given.get("adapter", {}).items()}
+    given |= {name: path(given[name]) for name in _PATHS & given.keys()}
+    given |= {name: read(name, given[name]) for name, read in _READ.items() if name in given}
+    given["adapter"] = {name: path(each) for name, each in given.get("adapter", {}).items()}
     # Names of packaged models are not paths.
     if isinstance(model := given.get("model"), str) and ("/" in model or model.startswith("~")):
-        given["model"] = str(path("model", model))
+        given["model"] = str(path(model))
     return ServerOptions(**given)
 
 
@@ -275,30 +256,25 @@ def _size(name: str, value: Any) -> Any:
         raise ConfigError(f"{name}: {error.message}") from error
 
 
-def _scheduler(name: str, value: Any) -> SchedulerOptions:
-    return SchedulerOptions(**_known(name, value, SchedulerOptions, f"key of [{name}]"))
-
-
 def _limits(name: str, value: Any) -> Limits:
     facts = dict(_section(name, value))
     apps = _section(f"{name}.apps", facts.pop("apps", {}))
-    default = _app_limits(name, facts, Limits().default)
-    of_apps = {app: _app_limits(f"{name}.apps.{app}", own, default) for app, own in apps.items()}
+
+    def replaced(name: str, value: Any, limits: AppLimits) -> AppLimits:
+        own = _known(name, value, AppLimits, "limit").items()
+        own = {each: _size(each, limit) if each.endswith("_bytes") else limit for each, limit in own}
+        return dataclasses.replace(limits, **own)
+
+    default = replaced(name, facts, Limits().default)
+    of_apps = {app: replaced(f"{name}.apps.{app}", own, default) for app, own in apps.items()}
     return Limits(default=default, apps=of_apps)
-
-
-def _app_limits(name: str, value: Any, default: AppLimits) -> AppLimits:
-    facts = _known(name, value, AppLimits, "limit").items()
-    return dataclasses.replace(
-        default, **{each: _size(each, own) if each.endswith("_bytes") else own for each, own in facts}
-    )
 
 
 def _objectives(name: str, value: Any) -> dict[str, Binding]:
     found = {}
     for app, own in _section(name, value).items():
         try:
-            found[require_app(app)] = bound(own)
+            found[require_name(app)] = bound(own)
         except ConfigError as error:
             raise ConfigError(f"[{name}] {app!r:.80}: {error}") from error
     return found
@@ -318,12 +294,11 @@ def _known(name: str, value: Any, kind: type, what: str) -> Mapping[str, Any]:
     return value
 
 
-_PATHS = ("socket", "keys", "contexts", "context_keys", "adapters")
+_PATHS = {"socket", "keys", "contexts", "context_keys", "adapters"}
 _SIZES = ("memory", "context_budget", "prefix_memory", "adapter_memory")
-_SECTIONS: dict[str, Callable[[str, Any], Any]] = {
-    "scheduler": _scheduler,
-    "limits": _limits,
-    "objectives": _objectives,
-    "apps": _section,
-    "adapter": _section,
-}
+_READ: dict[str, Callable[[str, Any], Any]] = dict.fromkeys(_SIZES, _size) | {
+    "scheduler": lambda name, value: SchedulerOptions(
+        **_known(name, value, SchedulerOptions, f"key of [{name}]")
+    ),
+    "limits": _limits, "objectives": _objectives, "apps": _section, "adapter": _section,
+}  # fmt: skip

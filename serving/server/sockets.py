@@ -44,7 +44,7 @@ _HEAD_S, _BODY_S = 20.0, 60.0
 _MOST_FRAMING = 9
 _CREDENTIALS = struct.Struct("3i")
 _RULE = re.compile(r"uid:(?P<uid>0|[1-9][0-9]{0,9})(?:,exe:(?P<exe>/.+))?|exe:(?P<own>/.+)", re.DOTALL)
-_APP = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +89,7 @@ class GuardOptions:
         for host in self.hosts:
             found = HOST.fullmatch(host) if isinstance(host, str) else None
             if found is None or found["port"] is not None:
-                raise ConfigError(
-                    f"a host is a name or address in lower case, without a port, got {host!r:.80}"
-                )
+                raise ConfigError(f"a host is a name or address in lower case without port, got {host!r:.80}")
         for origin in self.origins:
             if not isinstance(origin, str) or _ORIGIN.fullmatch(origin) is None:
                 raise ConfigError(
@@ -100,18 +98,18 @@ class GuardOptions:
                 )
 
 
-def require_app(app: object) -> str:
-    """Validates an app's name: 1 to 64 letters, digits, `.`, `_` and `-`, the first a letter or digit.
+def require_name(name: object, what: str = "an app") -> str:
+    """Validates a name: 1 to 64 letters, digits, `.`, `_` and `-`, the first a letter or digit.
 
     Raises:
       ConfigError: the name is invalid.
     """
-    if not isinstance(app, str) or _APP.fullmatch(app) is None:
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ConfigError(
-            "an app's name has 1 to 64 letters, digits, dots, underscores and dashes, and begins with a "
-            f"letter or digit, got {app!a:.80}"
+            f"{what}'s name has 1 to 64 letters, digits, dots, underscores and dashes, and begins with a "
+            f"letter or digit, got {name!a:.80}"
         )
-    return app
+    return name
 
 
 def require_rules(apps: Mapping[str, str]) -> None:
@@ -122,10 +120,9 @@ def require_rules(apps: Mapping[str, str]) -> None:
     """
     for rule, app in apps.items():
         if not isinstance(rule, str) or _RULE.fullmatch(rule) is None:
-            raise ConfigError(
-                f"a rule for apps is uid:NUMBER, exe:/PATH or uid:NUMBER,exe:/PATH, got {rule!r:.80}"
-            )
-        require_app(app)
+            known = "uid:NUMBER, exe:/PATH or uid:NUMBER,exe:/PATH"
+            raise ConfigError(f"a rule for apps is {known}, got {rule!r:.80}")
+        require_name(app)
 
 
 def is_loopback(address: str) -> bool:
@@ -158,8 +155,11 @@ def app_of(credentials: Credentials, apps: Mapping[str, str]) -> str:
         assert found is not None
         path = found["exe"] or found["own"]
         uid = os.geteuid() if found["uid"] is None else int(found["uid"])
-        if path and uid == credentials.uid and _runs(credentials.pid, path):
-            return app
+        # Compared by the file: a process can choose names by mounting, and links have several.
+        with contextlib.suppress(OSError):
+            exe = f"/proc/{credentials.pid}/exe"
+            if path and uid == credentials.uid and os.path.samestat(os.stat(exe), os.stat(path)):
+                return app
     return apps.get(f"uid:{credentials.uid}", f"uid-{credentials.uid}")
 
 
@@ -199,7 +199,11 @@ def protocol(apps: Mapping[str, str]) -> "type[HttpToolsProtocol]":
                 transport.abort()
                 return
             if len(self.connections) > most:
-                self._make_room()
+                # Closes the one that has waited longest for its request, or this one if all have one.
+                oldest = next(iter(waiting), self)
+                waiting.pop(oldest, None)
+                self.logger.warning("more than %d connections: one that sent no request is closed", most)
+                oldest.transport.abort()
             self._await(_HEAD_S)
             waiting[self] = None
 
@@ -207,10 +211,8 @@ def protocol(apps: Mapping[str, str]) -> "type[HttpToolsProtocol]":
             self._received += len(data)
             super().data_received(data)
             # The parser limits neither headers nor trailers. A chunk of one byte has five more of framing.
-            if (
-                self._received > _MOST_HEAD_BYTES + _MOST_FRAMING * self._body
-                and not self.transport.is_closing()
-            ):
+            most_bytes = _MOST_HEAD_BYTES + _MOST_FRAMING * self._body
+            if self._received > most_bytes and not self.transport.is_closing():
                 self.send_400_response("The request's headers are too large.")
 
         def on_body(self, body: bytes) -> None:
@@ -244,13 +246,6 @@ def protocol(apps: Mapping[str, str]) -> "type[HttpToolsProtocol]":
             self._await(None)
             super().connection_lost(exc)
 
-        def _make_room(self) -> None:
-            """Closes the connection that has waited longest for its request, or this one if all have one."""
-            oldest = next(iter(waiting), self)
-            waiting.pop(oldest, None)
-            self.logger.warning("more than %d connections: one whose request has not arrived is closed", most)
-            oldest.transport.abort()
-
         def _await(self, seconds: float | None) -> None:
             """Closes the connection in `seconds`, replacing an earlier deadline; None for never."""
             if self._deadline is not None:
@@ -270,15 +265,6 @@ def _peer(transport: Any, apps: Mapping[str, str]) -> Peer:
         return Peer(credentials=credentials, app=app_of(credentials, apps))
     # Link-local IPv6 addresses have the interface's name: fe80::1%eth0.
     return Peer(address=str(connection.getpeername()[0]).partition("%")[0])
-
-
-def _runs(pid: int, path: str) -> bool:
-    """Whether a process runs the program at a path, compared by the file: a process can choose names by
-    mounting, and links have several."""
-    try:
-        return os.path.samestat(os.stat(f"/proc/{pid}/exe"), os.stat(path))
-    except OSError:
-        return False
 
 
 @contextlib.contextmanager
@@ -327,7 +313,21 @@ def passed(environment: MutableMapping[str, str]) -> list[socket.socket]:
         return []
     if not count.isdecimal() or not 1 <= int(count) <= _MOST_PASSED:
         raise ConfigError(f"LISTEN_FDS must be from 1 to {_MOST_PASSED}, got {count!r:.80}")
-    return [_taken(number) for number in range(_FIRST_PASSED, _FIRST_PASSED + int(count))]
+    sockets = []
+    for number in range(_FIRST_PASSED, _FIRST_PASSED + int(count)):
+        try:
+            taken = socket.socket(fileno=number)
+            listens = taken.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        except OSError as error:
+            raise ConfigError(f"file {number} from systemd is no socket ({error.strerror})") from error
+        families = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
+        if taken.family not in families or taken.type != socket.SOCK_STREAM or not listens:
+            raise ConfigError(
+                f"socket {number} from systemd does not listen for streams; use ListenStream= and Accept=no"
+            )
+        taken.set_inheritable(False)
+        sockets.append(taken)
+    return sockets
 
 
 def described(listening: socket.socket) -> str:
@@ -337,21 +337,6 @@ def described(listening: socket.socket) -> str:
         return f"unix:{os.fsdecode(name)}"
     host = f"[{name[0]}]" if ":" in name[0] else name[0]
     return f"http://{host}:{name[1]}"
-
-
-def _taken(number: int) -> socket.socket:
-    try:
-        taken = socket.socket(fileno=number)
-        listens = taken.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-    except OSError as error:
-        raise ConfigError(f"file {number} from systemd is no socket ({error.strerror})") from error
-    families = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
-    if taken.family not in families or taken.type != socket.SOCK_STREAM or not listens:
-        raise ConfigError(
-            f"socket {number} from systemd does not listen for streams; use ListenStream= and Accept=no"
-        )
-    taken.set_inheritable(False)
-    return taken
 
 
 def _tcp(host: str, port: int, require_address: Callable[[str], None]) -> socket.socket:
@@ -421,10 +406,8 @@ def _remove_stale(path: Path) -> None:
         probe.settimeout(_ANSWER_S)
         try:
             probe.connect(str(path))
-        except ConnectionRefusedError:
+        except (ConnectionRefusedError, FileNotFoundError):
             path.unlink(missing_ok=True)
-            return
-        except FileNotFoundError:
             return
         except OSError as error:
             raise _taken_by_another(path) from error

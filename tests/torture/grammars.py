@@ -15,7 +15,7 @@ from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server.calls import Call, Piece
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
-from tests.serving.server.executors import make_executor
+from tests.serving.server.services import make_executor
 from tests.torture.hostile_grammars import hostile
 from tests.torture.outcome import Outcome, Tally
 

@@ -6,11 +6,10 @@ from typing import Any, Literal
 import msgspec
 from starlette.responses import Response
 
+from jaxllm.serving.server.api.answers import AnswerParams, Choice, SamplingFields, answer_of
 from jaxllm.serving.server.api.errors import ApiError, anthropic_body
 from jaxllm.serving.server.api.messages import ToolUse, messages_of, text_of, tools_of
-from jaxllm.serving.server.api.params import Asked, SamplingFields, answer_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Neutral, event_frame, new_id
-from jaxllm.serving.server.api.streaming import Choice
 from jaxllm.serving.server.api.tools import ToolCall
 from jaxllm.serving.server.calls import Conversation
 
@@ -63,8 +62,8 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
     body = state.body(request, MessagesBody, NEUTRAL)
     facts, adapter = state.model(body.model)
     conversation, use = await _conversation(state, request, body)
-    asked = Asked(adapter=adapter, max_tokens=body.max_tokens, stop=body.stop_sequences, use=use)
-    answer = answer_of(state, request, body, (conversation,), asked)
+    params = AnswerParams(adapter=adapter, max_tokens=body.max_tokens, stop=body.stop_sequences, use=use)
+    answer = answer_of(state, request, body, (conversation,), params)
     model = body.model or facts.name
     if body.stream:
         return await answer.streamed(
@@ -72,9 +71,7 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
         )
     (choice,) = await answer.whole()
     content: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text else []
-    content += [
-        _tool_use(call) | {"input": msgspec.json.decode(call.arguments)} for call in choice.tool_calls
-    ]
+    content += [_tool_use(one) | {"input": msgspec.json.decode(one.arguments)} for one in choice.tool_calls]
     message = _message(model, choice) | {"content": content, **_stop(choice), "jaxllm": choice.facts()}
     message["usage"]["output_tokens"] = choice.ended.tokens if choice.ended else 0
     return message
@@ -100,15 +97,11 @@ async def _conversation(
     for each in body.tools or ():
         function = {name: getattr(each, name) for name in ("name", "description", "strict")}
         tools.append({"type": "function", "function": function | {"parameters": each.input_schema}})
-    choice = body.tool_choice
-    kind = None if choice is None else choice.type
-    named = {"type": "function", "function": {"name": choice.name}} if choice and kind == "tool" else None
-    use = tools_of(
-        tools,
-        named or {"any": "required"}.get(str(kind), kind),
-        choice is None or not choice.disable_parallel_tool_use,
-        state.backend.facts().chat_template,
-    )
+    choice = body.tool_choice or ToolChoice(type="auto")
+    named = {"type": "function", "function": {"name": choice.name}} if choice.type == "tool" else None
+    chosen = named or {"any": "required"}.get(choice.type, choice.type if body.tool_choice else None)
+    parallel = not choice.disable_parallel_tool_use
+    use = tools_of(tools, chosen, parallel, state.backend.facts().chat_template)
     return await state.conversation(request.app, messages_of(messages), use.tools), use
 
 
@@ -135,7 +128,13 @@ def _messages(value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
             text = text_of(inner, f"{at}.content[{place}].content")
             results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
         elif kind == "image" and role == "user":
-            texts.append(_image(block.get("source"), f"{at}.content[{place}]"))
+            source = block.get("source")
+            source = source if isinstance(source, dict) else {}
+            if (kind := source.get("type")) != "base64":
+                wrong = f"{at}.content[{place}].source is base64, got {kind!r:.40}: nothing is fetched"
+                raise ApiError(wrong, param=f"{at}.content[{place}]")
+            url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+            texts.append({"type": "image_url", "image_url": {"url": url}})
         elif isinstance(block, dict):
             texts.append({"type": "text", "text": text_of([block], f"{at}.content")})
         else:
@@ -144,17 +143,6 @@ def _messages(value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
         return results
     message: dict[str, Any] = {"role": role, "content": texts}
     return [*results, message | ({"tool_calls": calls} if calls else {})]
-
-
-def _image(source: Any, at: str) -> dict[str, Any]:
-    """An image's block in OpenAI's format."""
-    kind = source.get("type") if isinstance(source, dict) else None
-    if kind != "base64":
-        raise ApiError(
-            f"{at}.source has the type base64, got {kind!r:.40}: nothing is fetched for a caller", param=at
-        )
-    url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _message(model: str, choice: Choice) -> dict[str, Any]:

@@ -39,10 +39,11 @@ Handler = Callable[[ApiState, ApiRequest], Coroutine[Any, Any, Any]]
 Identify = Callable[[Scope], str]
 
 _LEFT = 499
-_METHODS = b"GET, POST, DELETE, OPTIONS"
-_HEADERS = b"authorization, content-type, x-api-key, x-request-id, x-slo"
-_EXPOSED = b"retry-after, x-request-id"
-_PREFLIGHT_S = b"600"
+_PREFLIGHT = (
+    (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
+    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id, x-slo"),
+    (b"access-control-max-age", b"600"),
+)
 # Maximum bytes that are read of a refused request's body, and time for them.
 _MOST_DROPPED_BYTES = 8 << 20
 _DROP_S = 10.0
@@ -164,11 +165,8 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http":
-            if scope["type"] == "websocket":
-                await send({"type": "websocket.close", "code": 1008})
-            else:
-                await self._app(scope, receive, send)
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
             return
         origin, problem = self._checked(scope)
         if problem is not None:
@@ -178,7 +176,10 @@ class Guard:
             send = _with_cors(send, origin)
             if scope["method"] == "OPTIONS" and _header(scope, b"access-control-request-method"):
                 # Browsers send preflights without a key.
-                await _preflight(scope, send)
+                private = bool(_header(scope, b"access-control-request-private-network"))
+                headers = [*_PREFLIGHT, *[(b"access-control-allow-private-network", b"true")] * private]
+                await send({"type": "http.response.start", "status": 204, "headers": headers})
+                await send({"type": "http.response.body", "body": b""})
                 return
         if scope["path"] not in self._options.open_paths:
             try:
@@ -209,47 +210,27 @@ class Guard:
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
-    """Answers in the path's own format."""
-    await _drop_body(scope, receive)
+    """Answers in the path's own format, after reading and discarding the request's body, within limits: with
+    unread bytes the system resets the connection on close, and a client that still sends sees no answer."""
+    # A client that waits for "continue" sends nothing until told to.
+    waits = any(each.lower() == "100-continue" for each in _header(scope, b"expect"))
+    left = 0 if waits else _MOST_DROPPED_BYTES
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DROP_S):
+            while left > 0:
+                message = await receive()
+                left = left - len(message.get("body", b"")) if message.get("more_body", False) else 0
     response = error_response(error, shape_of(scope["path"]))
     # The rest of the request's body must not be parsed as the next request.
     response.headers["connection"] = "close"
     await response(scope, receive, send)
 
 
-async def _drop_body(scope: Scope, receive: Receive) -> None:
-    """Reads and discards a request's body, within limits: with unread bytes the system resets the connection
-    on close, and a client that still sends sees no answer."""
-    if any(each.lower() == "100-continue" for each in _header(scope, b"expect")):
-        # Such a client sends nothing until told to.
-        return
-    left = _MOST_DROPPED_BYTES
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_DROP_S):
-            while left > 0:
-                message = await receive()
-                left -= len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return
-
-
-async def _preflight(scope: Scope, send: Send) -> None:
-    headers = [
-        (b"access-control-allow-methods", _METHODS),
-        (b"access-control-allow-headers", _HEADERS),
-        (b"access-control-max-age", _PREFLIGHT_S),
-    ]
-    if _header(scope, b"access-control-request-private-network"):
-        headers.append((b"access-control-allow-private-network", b"true"))
-    await send({"type": "http.response.start", "status": 204, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
-
-
 def _with_cors(send: Send, origin: str) -> Send:
     """Wraps `send` so that a page of an origin may read the answer."""
     added = [
         (b"access-control-allow-origin", origin.encode()),
-        (b"access-control-expose-headers", _EXPOSED),
+        (b"access-control-expose-headers", b"retry-after, x-request-id"),
         (b"vary", b"Origin"),
     ]
 

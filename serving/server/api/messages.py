@@ -130,7 +130,9 @@ def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, c
         if strict or parallel is False:
             grammar = optional(family, tools, strict=strict, several=parallel is not False)
     else:
-        named = _named(choice)
+        function = isinstance(choice, Mapping) and choice.get("type") == "function"
+        function = choice.get("function", choice) if function else None
+        named = function.get("name") if isinstance(function, Mapping) else None
         if named not in names:
             raise ApiError(
                 'tool_choice is none, auto, required or {"type": "function", "function": {"name": NAME}} '
@@ -165,11 +167,8 @@ def text_of(
     for index, part in enumerate(content, first):
         kind, text = part.get("type"), part.get("text")
         if kind not in kinds or not isinstance(text, str):
-            raise ApiError(
-                f"{at}[{index}] is of the type {kind!r:.40}; only texts and images (image_url) are read",
-                code="unsupported_content",
-                param=at,
-            )
+            message = f"{at}[{index}] is of the type {kind!r:.40}; only texts and images (image_url) are read"
+            raise ApiError(message, code="unsupported_content", param=at)
         texts.append(text)
     return "".join(texts)
 
@@ -235,9 +234,8 @@ def _message(value: Any, at: str) -> dict[str, Any]:
     for index, call in enumerate(message.tool_calls or ()):
         arguments = arguments_of(call.function.arguments, f"{at}.tool_calls[{index}].function.arguments")
         function = {"name": call.function.name, "arguments": arguments}
-        plain.setdefault("tool_calls", []).append(
-            {"id": call.id or "", "type": "function", "function": function}
-        )
+        made = {"id": call.id or "", "type": "function", "function": function}
+        plain.setdefault("tool_calls", []).append(made)
     return plain
 
 
@@ -253,14 +251,6 @@ def _tool(value: Any, at: str) -> tuple[dict[str, Any], str | None]:
     }
     strict = tool.function.name if tool.function.strict else None
     return {"type": "function", "function": function}, strict
-
-
-def _named(choice: Any) -> str | None:
-    if not isinstance(choice, Mapping) or choice.get("type") != "function":
-        return None
-    function = choice.get("function", choice)
-    name = function.get("name") if isinstance(function, Mapping) else None
-    return name if isinstance(name, str) else None
 
 
 _TEXTS = ("input_text", "output_text", "text")
@@ -356,10 +346,8 @@ def require_calls(items: Sequence[Mapping[str, Any]]) -> None:
         if item["type"] == "function_call":
             called.add(item["call_id"])
         elif item["type"] == "function_call_output" and item["call_id"] not in called:
-            raise ApiError(
-                f"no function_call before has the call_id {item['call_id']!r:.80} of a function_call_output",
-                param="input",
-            )
+            message = f"no function_call before has the call_id {item['call_id']!r:.80} of an output"
+            raise ApiError(message, param="input")
 
 
 _ITEMS: dict[str, tuple[type[Item], str]] = {
@@ -372,11 +360,8 @@ _ITEMS: dict[str, tuple[type[Item], str]] = {
 def _item(value: Any, at: str) -> dict[str, Any]:
     kind = value.get("type", "message") if isinstance(value, dict) else "message"
     if not isinstance(kind, str) or kind not in _ITEMS:
-        raise ApiError(
-            f"{at} is of the type {kind!r:.40}; items are messages, function_calls and function_call_outputs",
-            code="unsupported_content",
-            param=f"{at}.type",
-        )
+        message = f"{at} is of the type {kind!r:.40}; items are {', '.join(_ITEMS)}"
+        raise ApiError(message, code="unsupported_content", param=f"{at}.type")
     form, prefix = _ITEMS[kind]
     item = convert(value, form, at)
     plain: dict[str, Any] = {"id": new_id(prefix), "type": kind, "status": "completed"}
@@ -406,9 +391,8 @@ def _parts(parts: Sequence[Any], at: str, *, images: bool = False) -> list[dict[
     for index, part in enumerate(parts):
         if images and isinstance(part, Mapping) and part.get("type") == "input_image":
             if part.get("file_id") is not None:
-                raise ApiError(
-                    f"{at}[{index}] names a file, and the service stores none; send its bytes", param=at
-                )
+                message = f"{at}[{index}] names a file, and the service stores none; send its bytes"
+                raise ApiError(message, param=at)
             image_of(part.get("image_url"), f"{at}[{index}]")
             found.append({"type": "input_image", "image_url": part["image_url"], "detail": "auto"})
         else:

@@ -6,19 +6,19 @@ from typing import Any
 
 import msgspec
 
-from jaxllm.serving.server.api.errors import ApiError, ollama_body
-from jaxllm.serving.server.api.messages import ToolUse, messages_of, tools_of
-from jaxllm.serving.server.api.params import (
+from jaxllm.serving.server.api.answers import (
     SAMPLING,
-    Asked,
+    AnswerParams,
+    Choice,
     Extensions,
-    Prompt,
     SamplingFields,
     answer_of,
     format_grammar,
 )
+from jaxllm.serving.server.api.errors import ApiError, ollama_body
+from jaxllm.serving.server.api.messages import ToolUse, messages_of, tools_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Neutral, convert
-from jaxllm.serving.server.api.streaming import Choice
+from jaxllm.serving.server.calls import CallPrompt
 from jaxllm.version import __version__
 
 # Ollama's default.
@@ -97,9 +97,7 @@ async def generate(state: ApiState, request: ApiRequest) -> Any:
     if body.raw or not facts.has_chat_template:
         for name in ("system", "images"):
             if getattr(body, name):
-                raise ApiError(
-                    f"{name} requires a chat template, which a raw prompt does not use", param=name
-                )
+                raise ApiError(f"{name} needs a chat template, which a raw prompt does not use", param=name)
         return await _answer(state, request, body, body.prompt, ToolUse())
     turns = [("system", body.system), ("user", body.prompt)]
     messages = [{"role": role, "content": text} for role, text in turns if text is not None]
@@ -123,10 +121,8 @@ async def show(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     facts, _ = state.model(state.body(request, ShowBody).model, tagged=True)
     info = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
     able = ["completion", *["tools"] * ("tools" in facts.chat_template), *["vision"] * facts.images]
-    details = {"family": "jaxllm"}
-    return {
-        "details": details, "template": facts.chat_template, "model_info": info, "capabilities": able,
-    }  # fmt: skip
+    own = {"details": {"family": "jaxllm"}, "template": facts.chat_template}
+    return {**own, "model_info": info, "capabilities": able}
 
 
 async def version(state: ApiState, request: ApiRequest) -> dict[str, Any]:
@@ -135,14 +131,12 @@ async def version(state: ApiState, request: ApiRequest) -> dict[str, Any]:
 
 
 async def _answer(
-    state: ApiState, request: ApiRequest, body: OllamaBody, prompt: Prompt, use: ToolUse
+    state: ApiState, request: ApiRequest, body: OllamaBody, prompt: CallPrompt, use: ToolUse
 ) -> Any:
     facts, adapter = state.model(body.model, tagged=True)
     options = convert(body.options or {}, Options, "options")
-    if options.num_ctx is not None and options.num_ctx > facts.window_tokens:
-        raise ApiError(
-            f"options.num_ctx is at most the window of {facts.window_tokens}", param="options.num_ctx"
-        )
+    if options.num_ctx is not None and options.num_ctx > (window := facts.window_tokens):
+        raise ApiError(f"options.num_ctx is at most the window of {window}", param="options.num_ctx")
     fields = SamplingFields(
         **{name: getattr(options, name) for name in SAMPLING},
         **{name: getattr(body, name) for name in Extensions.__struct_fields__},
@@ -152,7 +146,7 @@ async def _answer(
         grammar = format_grammar("json_schema", form, "format")
     elif form:
         grammar = format_grammar("json_object" if form == "json" else form, None, "format")
-    asked = Asked(
+    params = AnswerParams(
         adapter=adapter,
         max_tokens=facts.window_tokens if options.num_predict == -1 else options.num_predict,
         stop=options.stop,
@@ -160,7 +154,7 @@ async def _answer(
         use=use,
         grammar=grammar,
     )
-    answer = answer_of(state, request, fields, (prompt,), asked)
+    answer = answer_of(state, request, fields, (prompt,), params)
     is_chat = isinstance(body, ChatBody)
 
     async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
@@ -224,9 +218,8 @@ def _with_images(text: Any, images: Any, at: str) -> list[dict[str, Any]]:
 
 
 def _message(value: dict[str, Any], at: str) -> dict[str, Any]:
-    plain = {
-        name: each for name, each in value.items() if name not in ("images", "thinking") and each is not None
-    }
+    known = value.keys() - {"images", "thinking"}
+    plain = {name: each for name, each in value.items() if name in known and each is not None}
     if value.get("images"):
         plain["content"] = _with_images(value.get("content"), value["images"], at)
     if "tool_name" in plain:

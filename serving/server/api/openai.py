@@ -11,18 +11,19 @@ from starlette.responses import Response
 
 from jaxllm.errors import ContextOverflow
 from jaxllm.serving.engine.decoding import TokenLogprob
-from jaxllm.serving.server.api.errors import ApiError, openai_body
-from jaxllm.serving.server.api.messages import messages_of, tools_of
-from jaxllm.serving.server.api.params import (
-    Asked,
+from jaxllm.serving.server.api.answers import (
+    Answer,
+    AnswerParams,
+    Choice,
     Positive,
-    Prompt,
     SamplingFields,
     StreamOptions,
     TopLogprobs,
     answer_of,
     format_grammar,
 )
+from jaxllm.serving.server.api.errors import ApiError, openai_body
+from jaxllm.serving.server.api.messages import messages_of, tools_of
 from jaxllm.serving.server.api.requests import (
     DONE,
     ApiRequest,
@@ -33,8 +34,8 @@ from jaxllm.serving.server.api.requests import (
     new_id,
     now_s,
 )
-from jaxllm.serving.server.api.streaming import Answer, Choice
 from jaxllm.serving.server.api.tools import ToolCall
+from jaxllm.serving.server.calls import CallPrompt
 
 # JSON has no infinity; OpenAI's value for impossible tokens.
 _LEAST = -9999.0
@@ -198,46 +199,36 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
     use = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, facts.chat_template)
     form: dict[str, Any] = {"type": "text"} if body.response_format is None else body.response_format
     schema = form["json_schema"] if isinstance(form.get("json_schema"), dict) else {}
-    asked = Asked(
+    strict = schema.get("strict") is True
+    params = AnswerParams(
         adapter=adapter,
         n=body.n,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         stop=body.stop,
         logit_bias=body.logit_bias,
         use=use,
-        grammar=format_grammar(
-            form.get("type"), schema.get("schema"), "response_format", strict=schema.get("strict") is True
-        ),
+        grammar=format_grammar(form.get("type"), schema.get("schema"), "response_format", strict=strict),
         top_logprobs=top_logprobs,
     )
     messages = messages_of(body.messages)
     prompt = await state.conversation(request.app, messages, use.tools, continue_final=_continues(body))
-    answer = answer_of(state, request, body, (prompt,), asked)
-    base: dict[str, Any] = {
-        "id": new_id("chatcmpl-"),
-        "created": now_s(),
-        "model": body.model or facts.name,
-        "system_fingerprint": None,
-    }
-    if body.service_tier is not None:
-        base["service_tier"] = body.service_tier
+    answer = answer_of(state, request, body, (prompt,), params)
+    base: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": now_s(), "model": body.model or facts.name}
+    base |= {"system_fingerprint": None}
+    base |= {} if body.service_tier is None else {"service_tier": body.service_tier}
     if body.stream:
         base |= {"object": "chat.completion.chunk"} | ({"usage": None} if with_usage else {})
         logged = [LoggedText(state) if body.logprobs else None for _ in answer.choices]
         return await _streamed(answer, base, _chat_deltas(logged), with_usage=with_usage)
     choices = []
     for choice in await answer.whole():
-        tool_calls = [_called(call) for call in choice.tool_calls]
-        message = {
-            "role": "assistant",
-            "content": choice.text or (None if tool_calls else ""),
-            "refusal": None,
-        }
+        called = {"tool_calls": [_called(call) for call in choice.tool_calls]} if choice.tool_calls else {}
+        content = choice.text or (None if called else "")
         logprobs = await LoggedText(state).take(choice, whole=True)
         entry = {
             "index": choice.index,
-            "message": message | ({"tool_calls": tool_calls} if tool_calls else {}),
-            "logprobs": _chat_logprobs(logprobs) if body.logprobs else None,
+            "message": {"role": "assistant", "content": content, "refusal": None, **called},
+            "logprobs": {"content": chat_logprobs(logprobs), "refusal": None} if body.logprobs else None,
             "finish_reason": choice.finish_reason,
         }
         choices.append(entry)
@@ -299,16 +290,12 @@ def _chat_deltas(logged: Sequence[LoggedText | None]) -> _Deltas:
         log = logged[index]
         tokens = () if log is None else await log.take(choice)
         if delta or tokens:
-            logprobs = _chat_logprobs(tokens) if tokens else None
+            logprobs = {"content": chat_logprobs(tokens), "refusal": None} if tokens else None
             yield {"delta": delta, "logprobs": logprobs, "finish_reason": None}
         if choice.ended is not None:
             yield {"delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
 
     return deltas
-
-
-def _chat_logprobs(tokens: Sequence[LoggedToken]) -> dict[str, Any]:
-    return {"content": chat_logprobs(tokens), "refusal": None}
 
 
 def _called(call: ToolCall) -> dict[str, Any]:
@@ -321,11 +308,8 @@ def _continues(body: ChatBody) -> bool | None:
     if continues is None:
         return None if adds is None else not adds
     if continues is adds:
-        raise ApiError(
-            "continue_final_message and add_generation_prompt are opposites: an answer continues the "
-            "last message or begins a new one",
-            param="continue_final_message",
-        )
+        message = "continue_final_message and add_generation_prompt are opposites: send one"
+        raise ApiError(message, param="continue_final_message")
     return continues
 
 
@@ -353,7 +337,7 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
     body = state.body(request, CompletionBody, _COMPLETION_NEUTRAL)
     facts, adapter = state.model(body.model)
     with_usage = _with_usage(body)
-    asked = Asked(
+    params = AnswerParams(
         adapter=adapter,
         n=body.n,
         max_tokens=_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
@@ -363,13 +347,9 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
     )
     most = state.answers_per_request
     prompts = prompts_of(body.prompt, "prompt", window_tokens=facts.window_tokens, most=most)
-    answer = answer_of(state, request, body, prompts, asked)
-    base = {
-        "id": new_id("cmpl-"),
-        "object": "text_completion",
-        "created": now_s(),
-        "model": body.model or facts.name,
-    }
+    answer = answer_of(state, request, body, prompts, params)
+    base = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s()}
+    base |= {"model": body.model or facts.name}
     logged = [LoggedText(state) for _ in answer.choices]
 
     async def entry(choice: Choice, text: str, *, whole: bool) -> dict[str, Any]:
@@ -385,13 +365,14 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
 
     if body.stream:
         return await _streamed(answer, base, deltas, with_usage=with_usage)
-    choices = [
-        {"index": each.index, **await entry(each, each.text, whole=True)} for each in await answer.whole()
-    ]
+    ended = await answer.whole()
+    choices = [{"index": each.index, **await entry(each, each.text, whole=True)} for each in ended]
     return _whole(answer, base, choices)
 
 
-def prompts_of(value: str | list[Any], param: str, *, window_tokens: int, most: int) -> tuple[Prompt, ...]:
+def prompts_of(
+    value: str | list[Any], param: str, *, window_tokens: int, most: int
+) -> tuple[CallPrompt, ...]:
     """Parses OpenAI's four forms of prompts: a text, texts, token ids, lists of token ids. Sizes are checked
     first: millions of ids would keep other answers waiting.
 
@@ -408,10 +389,8 @@ def prompts_of(value: str | list[Any], param: str, *, window_tokens: int, most: 
         raise ContextOverflow(f"{param} has {longest} tokens; at most {window_tokens} fit; shorten it")
     if prompts and all(isinstance(each, str) for each in prompts):
         return tuple(prompts)
-    if prompts and all(isinstance(each, list) and each and _ids(each) for each in prompts):
-        return tuple(tuple(each) for each in prompts)
+    lists = [each for each in prompts if isinstance(each, list) and each]
+    ids = (token for each in lists for token in each)
+    if len(lists) == len(prompts) > 0 and all(type(each) is int and 0 <= each < 1 << 31 for each in ids):
+        return tuple(map(tuple, lists))
     raise ApiError(f"{param} is a text, a list of texts, of token ids, or of lists of token ids", param=param)
-
-
-def _ids(values: list[Any]) -> bool:
-    return all(type(each) is int and 0 <= each < 1 << 31 for each in values)

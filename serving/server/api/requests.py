@@ -52,8 +52,7 @@ async def read_raw(request: Request, most: int, within_s: float) -> bytes:
                 if len(raw) > most:
                     raise too_long
     except TimeoutError:
-        message = f"the body did not arrive within {within_s:g} s; send it faster"
-        raise ApiError(message, status=408) from None
+        raise ApiError(f"the body did not arrive within {within_s:g} s; send it faster", status=408) from None
     return bytes(raw)
 
 
@@ -71,11 +70,8 @@ def convert(value: Any, kind: type[Body], at: str = "") -> Body:
         inner = found[1] if found else ""
         param = ".".join(part for part in (at, inner) if part)
         plain = text[: found.start()] if found else text
-        raise ApiError(
-            f"{plain[:300]}{f' at {param}' if param else ''}".replace("`", "'"),
-            code="invalid_type",
-            param=param[:80],
-        ) from None
+        message = f"{plain[:300]}{f' at {param}' if param else ''}".replace("`", "'")
+        raise ApiError(message, code="invalid_type", param=param[:80]) from None
     except (RecursionError, OverflowError):
         raise ApiError("a value is nested too deep or too large", param=at) from None
 
@@ -196,11 +192,8 @@ class ApiState:
                 raise ApiError(message, code="unknown_field", param=name[:80])
             elif not any(value == each and type(value) is type(each) for each in neutral[name]):
                 texts = " or ".join(msgspec.json.encode(each).decode() for each in neutral[name])
-                raise ApiError(
-                    f"the field {name!r} is not supported{texts and f' but for {texts}'}; leave it out",
-                    code="unsupported_field",
-                    param=name,
-                )
+                message = f"the field {name!r} is not supported{texts and f' but for {texts}'}; leave it out"
+                raise ApiError(message, code="unsupported_field", param=name)
         return convert(taken, kind)
 
     async def conversation(
@@ -219,10 +212,8 @@ class ApiState:
         """
         plain, files = taken_apart(messages)
         if len(files) > IMAGES:
-            raise ApiError(
-                f"the messages have {len(files)} images; at most {IMAGES} are allowed, send fewer",
-                param="messages",
-            )
+            message = f"the messages have {len(files)} images; at most {IMAGES} are allowed, send fewer"
+            raise ApiError(message, param="messages")
         images = await self.backend.encode_images(app, files) if files else ()
         return Conversation(
             messages=tuple(plain), tools=tuple(tools), images=images, continue_final=continue_final
@@ -251,24 +242,16 @@ class ApiState:
             return facts, ""
         if name.startswith(f"{facts.name}:"):
             return facts, self.adapter(name[len(facts.name) + 1 :])
-        raise ApiError(
-            f"the model {name!r:.80} is not served; {facts.name!r} is",
-            status=404,
-            code="model_not_found",
-            param="model",
-        )
+        message = f"the model {name!r:.80} is not served; {facts.name!r} is"
+        raise ApiError(message, status=404, code="model_not_found", param="model")
 
     def adapter(self, name: str) -> str:
         """Checks and returns the name of an adapter, empty for none; raises ApiError."""
         adapters = self.backend.facts().adapters
         if name and name not in adapters:
             known = ", ".join(map(repr, adapters[:20])) or "none"
-            raise ApiError(
-                f"the model has no adapter {name!r:.80}; it has {known}",
-                status=404,
-                code="adapter_not_found",
-                param="adapter",
-            )
+            message = f"the model has no adapter {name!r:.80}; it has {known}"
+            raise ApiError(message, status=404, code="adapter_not_found", param="adapter")
         return name
 
 

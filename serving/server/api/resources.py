@@ -9,10 +9,10 @@ import msgspec
 
 from jaxllm.errors import CheckpointError
 from jaxllm.serving.elastic.objectives import Binding
+from jaxllm.serving.server.api.answers import SamplingFields, objective_of, sampling_of
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.messages import messages_of, tools_of
 from jaxllm.serving.server.api.openai import chat, completions, prompts_of
-from jaxllm.serving.server.api.params import SamplingFields, objective_of, sampling_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, json_response
 from jaxllm.serving.server.calls import AdapterFacts, ContextFacts, Conversation, ModelFacts
 from jaxllm.serving.server.limits import written
@@ -52,16 +52,14 @@ async def models(state: ApiState, request: ApiRequest) -> Any:
     return {"object": "list", "data": [_model(facts, name) for name in names]}
 
 
-_LIMITS = ("answers_per_request", "embeddings_per_request", "stored_responses", "stored_response_bytes")
-
-
 async def props(state: ApiState, request: ApiRequest) -> Any:
     """The model's facts and the front's limits."""
     facts = state.backend.facts()
+    limits = ("answers_per_request", "embeddings_per_request", "stored_responses", "stored_response_bytes")
     return _model(facts, facts.name)["jaxllm"] | {
         "model": facts.name,
         "chat_template": facts.chat_template or None,
-        "limits": {"body_bytes": state.most_body_bytes()} | {name: getattr(state, name) for name in _LIMITS},
+        "limits": {"body_bytes": state.most_body_bytes()} | {name: getattr(state, name) for name in limits},
         "defaults": {"max_tokens": state.max_tokens, **sampling_of(state, SamplingFields())},
         "model_sampling": dict(facts.sampling),
     }
@@ -70,16 +68,15 @@ async def props(state: ApiState, request: ApiRequest) -> Any:
 async def health(state: ApiState, request: ApiRequest) -> Any:
     """Liveness: 200 while the engine is alive; with the kind of device profile in use."""
     found = state.backend.health()
-    alive = bool(found.get("alive"))
     profile = {"profile": found["profile"]} if "profile" in found else {}
-    return json_response({"status": "ok" if alive else "stuck", **profile}, 200 if alive else 503)
+    status, code = ("ok", 200) if found["alive"] else ("stuck", 503)
+    return json_response({"status": status, **profile}, code)
 
 
 async def ready(state: ApiState, request: ApiRequest) -> Any:
     """Readiness: 200 while calls are accepted and answered."""
-    found = await state.backend.readiness()
-    is_ready = bool(found.get("ready"))
-    return json_response({"status": "ready" if is_ready else "not ready"}, 200 if is_ready else 503)
+    status, code = ("ready", 200) if (await state.backend.readiness())["ready"] else ("not ready", 503)
+    return json_response({"status": status}, code)
 
 
 async def tokenize(state: ApiState, request: ApiRequest) -> Any:
@@ -114,17 +111,15 @@ async def embeddings(state: ApiState, request: ApiRequest) -> Any:
     facts, adapter = state.model(body.model)
     if adapter:
         raise ApiError("embeddings are of the model without adapters", param="model")
-    ids: list[list[int]] = []
-    most, window = state.embeddings_per_request, facts.window_tokens
-    for each in prompts_of(body.input, "input", window_tokens=window, most=most):
+    ids, most = list[list[int]](), state.embeddings_per_request
+    for each in prompts_of(body.input, "input", window_tokens=facts.window_tokens, most=most):
         ids.append([*(each if isinstance(each, tuple) else await state.backend.tokenize(each))])
         if not ids[-1] or max(ids[-1]) >= facts.vocab_size:
             raise ApiError("an input has no token, or one outside the vocabulary", param="input")
     data = []
     for index, vector in enumerate(await state.backend.embed(request.app, ids)):
-        values = [float(each) for each in vector]
-        coded = base64.b64encode(struct.pack(f"<{len(values)}f", *values)).decode()
-        embedding = values if body.encoding_format == "float" else coded
+        coded = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
+        embedding = vector if body.encoding_format == "float" else coded
         data.append({"object": "embedding", "index": index, "embedding": embedding})
     tokens = sum(map(len, ids))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
@@ -144,12 +139,8 @@ def _model(facts: ModelFacts, name: str) -> dict[str, Any]:
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
-    """An adapter to load.
-
-    Attributes:
-      name: name in calls.
-      folder: folder in PEFT's layout, within the service's folder of adapters; None for that of the name.
-    """
+    """An adapter to load: its name in calls, and a folder in PEFT's layout within the service's folder of
+    adapters; None for that of the name."""
 
     name: str
     folder: str | None = None
@@ -280,10 +271,7 @@ async def unbind_objective(state: ApiState, request: ApiRequest) -> Any:
 
 def _objective_json(state: ApiState, app: str) -> dict[str, Any]:
     binding, own = state.backend.bindings.of(app), state.backend.bindings.is_own(app)
-    return {
-        "object": "objective",
-        "slo": None if binding is None else written(binding.objective),
-        "strict": binding is not None and binding.strict,
-        "shorten": binding is not None and binding.shorten,
-        "from": None if binding is None else "app" if own else "options",
-    }
+    if binding is None:
+        return {"object": "objective", "slo": None, "strict": False, "shorten": False, "from": None}
+    facts = {"slo": written(binding.objective), "strict": binding.strict, "shorten": binding.shorten}
+    return {"object": "objective", **facts, "from": "app" if own else "options"}

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-import dataclasses
+import functools
 import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
@@ -13,6 +13,18 @@ from starlette.responses import Response
 
 from jaxllm.errors import JaxllmError
 from jaxllm.serving.guided.grammar import Grammar
+from jaxllm.serving.server.api.answers import (
+    Answer,
+    AnswerParams,
+    Choice,
+    Positive,
+    SamplingFields,
+    TopLogprobs,
+    answer_of,
+    context_of,
+    format_grammar,
+    sampling_of,
+)
 from jaxllm.serving.server.api.errors import ApiError, openai_body
 from jaxllm.serving.server.api.messages import (
     ToolFunction,
@@ -24,16 +36,6 @@ from jaxllm.serving.server.api.messages import (
     tools_of,
 )
 from jaxllm.serving.server.api.openai import LoggedText, chat_logprobs, requested_logprobs
-from jaxllm.serving.server.api.params import (
-    Asked,
-    Positive,
-    SamplingFields,
-    TopLogprobs,
-    answer_of,
-    context_of,
-    format_grammar,
-    sampling_of,
-)
 from jaxllm.serving.server.api.requests import (
     ApiRequest,
     ApiState,
@@ -44,8 +46,6 @@ from jaxllm.serving.server.api.requests import (
     now_s,
 )
 from jaxllm.serving.server.api.stored_responses import StoredResponse
-from jaxllm.serving.server.api.streaming import Answer, Choice
-from jaxllm.serving.server.api.tools import ToolCall
 
 _log = logging.getLogger(__name__)
 LOGPROBS = "message.output_text.logprobs"
@@ -174,78 +174,7 @@ def settings_of(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> 
 
 
 # Type and fields of an event; the sender numbers it.
-Fields = tuple[str, dict[str, Any]]
-
-
-class Output:
-    """The items of a response: messages and calls of functions, in the order of the answer.
-
-    Attributes:
-      items: complete items.
-    """
-
-    def __init__(self) -> None:
-        self.items: list[dict[str, Any]] = []
-        self._message_id = ""
-        self._texts: list[str] = []
-        self._logprobs: list[dict[str, Any]] = []
-
-    def text(self, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[Fields]:
-        """Adds text and its tokens' log-probabilities."""
-        if not self._message_id:
-            yield from self._open()
-        self._texts.append(text)
-        self._logprobs += logprobs
-        yield self._part("output_text.delta", delta=text, logprobs=logprobs)
-
-    def call(self, call: ToolCall) -> Iterator[Fields]:
-        """Adds a call of a function, which ends a message before it."""
-        yield from self.close("completed")
-        item = {"id": new_id("fc_"), "type": "function_call", "call_id": call.id, "name": call.name}
-        at = {"item_id": item["id"], "output_index": len(self.items)}
-        yield self._item("added", item | {"status": "in_progress", "arguments": ""})
-        yield "function_call_arguments.delta", at | {"delta": call.arguments}
-        yield "function_call_arguments.done", at | {"arguments": call.arguments}
-        yield from self._whole(item | {"status": "completed", "arguments": call.arguments})
-
-    def end(self, status: str) -> Iterator[Fields]:
-        """Ends the last item; an answer without any is an empty message."""
-        if not self.items and not self._message_id:
-            yield from self._open()
-        yield from self.close(status)
-
-    def close(self, status: str) -> Iterator[Fields]:
-        """Ends the current message, if there is one."""
-        if not self._message_id:
-            return
-        text = "".join(self._texts)
-        part = output_text(text, self._logprobs)
-        yield self._part("output_text.done", text=text, logprobs=self._logprobs)
-        yield self._part("content_part.done", part=part)
-        item = self._message(status) | {"content": [part]}
-        self._message_id, self._texts, self._logprobs = "", [], []
-        yield from self._whole(item)
-
-    def _open(self) -> Iterator[Fields]:
-        self._message_id = new_id("msg_")
-        yield self._item("added", self._message("in_progress"))
-        yield self._part("content_part.added", part=output_text(""))
-
-    def _message(self, status: str) -> dict[str, Any]:
-        return {
-            "id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": [],
-        }  # fmt: skip
-
-    def _part(self, kind: str, **fields: Any) -> Fields:
-        at = {"item_id": self._message_id, "output_index": len(self.items), "content_index": 0}
-        return kind, at | fields
-
-    def _item(self, kind: str, item: dict[str, Any]) -> Fields:
-        return f"output_item.{kind}", {"output_index": len(self.items), "item": item}
-
-    def _whole(self, item: dict[str, Any]) -> Iterator[Fields]:
-        yield self._item("done", item)
-        self.items.append(item)
+_Fields = tuple[str, dict[str, Any]]
 
 
 _MAX_LISTED, _LISTED = 100, 20
@@ -258,7 +187,7 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
     use, grammar = use_of(body, facts.chat_template)
     items, messages, context, context_tokens = await _history(state, request, body)
     prompt = await state.conversation(request.app, messages, use.tools)
-    asked = Asked(
+    params = AnswerParams(
         adapter=adapter,
         max_tokens=body.max_output_tokens,
         use=use,
@@ -267,14 +196,14 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
         context=context,
         context_tokens=context_tokens,
     )
-    answer = answer_of(state, request, body, (prompt,), asked)
-    written = _Written(state, answer, body, items, body.model or facts.name)
+    answer = answer_of(state, request, body, (prompt,), params)
+    writer = _ResponseWriter(state, answer, body, items, body.model or facts.name)
     if body.stream:
-        return await answer.streamed(written.frames, written.failed)
+        return await answer.streamed(writer.frames, writer.failed)
     async with contextlib.aclosing(answer.news()) as news:
         async for choice in news:
-            await written.take(choice)
-    return await written.ended()
+            await writer.take(choice)
+    return await writer.ended()
 
 
 async def get(state: ApiState, request: ApiRequest) -> Response:
@@ -326,83 +255,123 @@ async def _stored(state: ApiState, request: ApiRequest) -> StoredResponse:
     return await asyncio.to_thread(state.responses.get, request.app, request.path["name"])
 
 
-@dataclasses.dataclass
-class _Written:
-    """A response while it is generated, as a whole or as events, and then stored."""
+class _ResponseWriter:
+    """A response while it is generated, as a whole or as events, and then stored: messages and calls of
+    functions, in the order of the answer."""
 
-    state: ApiState
-    answer: Answer
-    body: ResponseBody
-    items: Sequence[dict[str, Any]]
-    model: str
-
-    def __post_init__(self) -> None:
-        self.output = Output()
-        self.id, self.created_s = new_id("resp_"), now_s()
-        self.sampling, self.logged = sampling_of(self.state, self.body), LoggedText(self.state)
-
-        self._numbers = itertools.count()
-
-    def event(self, kind: str, **fields: Any) -> bytes:
-        """A numbered event."""
-        return event_frame({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
+    def __init__(
+        self, state: ApiState, answer: Answer, body: ResponseBody, items: Sequence[dict[str, Any]], model: str
+    ) -> None:
+        self._state, self._answer, self._body, self._items, self._model = state, answer, body, items, model
+        self._id, self._created_s, self._numbers = new_id("resp_"), now_s(), itertools.count()
+        self._sampling, self._logged = sampling_of(state, body), LoggedText(state)
+        # Complete items, and the current message: its id, empty for none, and parts.
+        self._output: list[dict[str, Any]] = []
+        self._message_id, self._texts = "", list[str]()
+        self._logprobs: list[dict[str, Any]] = []
 
     async def frames(self, news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
         for kind in ("response.created", "response.in_progress"):
-            yield self.event(kind, response=self.response("in_progress"))
+            yield self._event(kind, response=self._response("in_progress"))
         async for choice in news:
             for kind, fields in await self.take(choice):
-                yield self.event(f"response.{kind}", **fields)
+                yield self._event(f"response.{kind}", **fields)
         response = await self.ended()
-        yield self.event(f"response.{response['status']}", response=response)
+        yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
         """The events of an error."""
         body = openai_body(error)["error"]
-        event = self.event("error", message=body["message"], code=body["code"], param=body["param"])
+        event = self._event("error", message=body["message"], code=body["code"], param=body["param"])
         # The only code of OpenAI's that fits every failure.
         failed = {"error": {"code": "server_error", "message": body["message"]}}
-        return event + self.event("response.failed", response=self.response("failed") | failed)
+        return event + self._event("response.failed", response=self._response("failed") | failed)
 
-    async def take(self, choice: Choice) -> list[Fields]:
-        events: list[Fields] = []
-        logprobs = chat_logprobs(await self.logged.take(choice)) if self.body.with_logprobs else []
+    async def take(self, choice: Choice) -> list[_Fields]:
+        """Adds the news of the answer; returns their events."""
+        events: list[_Fields] = []
+        logprobs = chat_logprobs(await self._logged.take(choice)) if self._body.with_logprobs else []
         if choice.new_text or logprobs:
-            events += self.output.text(choice.new_text, logprobs)
+            events += self._open()
+            self._texts.append(choice.new_text)
+            self._logprobs += logprobs
+            events.append(self._part("output_text.delta", delta=choice.new_text, logprobs=logprobs))
         for call in choice.new_calls:
-            events += self.output.call(call)
+            events += self._close("completed")
+            item = {"id": new_id("fc_"), "type": "function_call", "call_id": call.id, "name": call.name}
+            at = {"item_id": item["id"], "output_index": len(self._output)}
+            events += (
+                self._item("added", item | {"status": "in_progress", "arguments": ""}),
+                ("function_call_arguments.delta", at | {"delta": call.arguments}),
+                ("function_call_arguments.done", at | {"arguments": call.arguments}),
+                *self._whole(item | {"status": "completed", "arguments": call.arguments}),
+            )
         if choice.ended is not None:
-            events += self.output.end(_status(choice.finish_reason))
+            # An answer without any item is an empty message.
+            events += () if self._output else self._open()
+            events += self._close(_status(choice.finish_reason))
         return events
+
+    def _open(self) -> Iterator[_Fields]:
+        if not self._message_id:
+            self._message_id = new_id("msg_")
+            yield self._item("added", self._message("in_progress"))
+            yield self._part("content_part.added", part=output_text(""))
+
+    def _close(self, status: str) -> Iterator[_Fields]:
+        """Ends the current message, if there is one."""
+        if self._message_id:
+            text = "".join(self._texts)
+            part = output_text(text, self._logprobs)
+            yield self._part("output_text.done", text=text, logprobs=self._logprobs)
+            yield self._part("content_part.done", part=part)
+            item = self._message(status) | {"content": [part]}
+            self._message_id, self._texts, self._logprobs = "", [], []
+            yield from self._whole(item)
+
+    def _message(self, status: str) -> dict[str, Any]:
+        return {
+            "id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": [],
+        }  # fmt: skip
+
+    def _part(self, kind: str, **fields: Any) -> _Fields:
+        at = {"item_id": self._message_id, "output_index": len(self._output), "content_index": 0}
+        return kind, at | fields
+
+    def _item(self, kind: str, item: dict[str, Any]) -> _Fields:
+        return f"output_item.{kind}", {"output_index": len(self._output), "item": item}
+
+    def _whole(self, item: dict[str, Any]) -> Iterator[_Fields]:
+        yield self._item("done", item)
+        self._output.append(item)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        return event_frame({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
 
     async def ended(self) -> dict[str, Any]:
         """The complete response, stored if requested."""
-        (choice,) = self.answer.choices
+        (choice,) = self._answer.choices
         end = choice.ended
         assert end is not None
-        response = self.response(_status(choice.finish_reason))
-        if self.body.store:
+        response = self._response(_status(choice.finish_reason))
+        if self._body.store:
+            raw, items = (msgspec.Raw(msgspec.json.encode(each)) for each in (response, self._items))
             stored = StoredResponse(
-                id=self.id,
-                response=msgspec.Raw(msgspec.json.encode(response)),
-                items=msgspec.Raw(msgspec.json.encode(self.items)),
-                context=end.context,
-                context_tokens=end.context_tokens,
+                id=self._id, response=raw, items=items, context=end.context, context_tokens=end.context_tokens
             )
+            keep = functools.partial(self._state.responses.keep, choice.job.call.app, stored)
             try:
-                response["store"] = await asyncio.to_thread(
-                    self.state.responses.keep, choice.job.call.app, stored
-                )
+                response["store"] = await asyncio.to_thread(keep)
             except (JaxllmError, OSError) as error:
                 response["store"] = False
                 _log.error("a response could not be stored: %s", error)
         return response
 
-    def response(self, status: str) -> dict[str, Any]:
+    def _response(self, status: str) -> dict[str, Any]:
         """The response object so far."""
-        (choice,) = self.answer.choices
+        (choice,) = self._answer.choices
         context = choice.ended.context if choice.ended else choice.job.call.context
-        prompt, cached, written = self.answer.usage()
+        prompt, cached, written = self._answer.usage()
         usage = {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
@@ -411,18 +380,18 @@ class _Written:
             "total_tokens": prompt + written,
         }
         return {
-            "id": self.id,
+            "id": self._id,
             "object": "response",
-            "created_at": self.created_s,
+            "created_at": self._created_s,
             "completed_at": now_s() if status == "completed" else None,
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            **settings_of(self.body, self.model, self.sampling),
+            **settings_of(self._body, self._model, self._sampling),
             "conversation": {"id": context} if context else None,
-            "output": list(self.output.items),
+            "output": list(self._output),
             "usage": usage if choice.ended else None,
-            "jaxllm": self.answer.facts(),
+            "jaxllm": self._answer.facts(),
         }
 
 
@@ -462,11 +431,7 @@ _INCLUDE = {"include": (LOGPROBS,), "include[]": (LOGPROBS,)}
 
 
 def _query(request: ApiRequest, known: dict[str, Collection[str] | None]) -> dict[str, str]:
-    """Parses the query of a path, with the allowed values of each parameter, None for any.
-
-    Raises:
-      ApiError: a parameter is unknown, or has another value.
-    """
+    """Parses the query of a path, with the allowed values of each parameter, None for any."""
     for name, value in request.query:
         if name not in known:
             raise ApiError(f"the query has {name!r:.80}, which is not supported", param=name[:80])

@@ -60,7 +60,11 @@ class StoredResponse:
 
     def said(self) -> list[dict[str, Any]]:
         """The items before it and its own, which the next response continues."""
-        return [*msgspec.json.decode(self.items), *map(_plain, msgspec.json.decode(self.response)["output"])]
+        own = msgspec.json.decode(self.response)["output"]
+        for part in (part for item in own if item["type"] == "message" for part in item["content"]):
+            # No later response needs log-probabilities.
+            part["logprobs"] = []
+        return msgspec.json.decode(self.items) + own
 
 
 class ResponseStore:
@@ -100,7 +104,14 @@ class ResponseStore:
         else:
             self._run, self.close = _in_memory()
         if vault is not None and not vault.ledger.is_sealed:
-            self._seal_plain()
+            # Encrypt the responses of a store that had no keys.
+            for (number,) in self._run("SELECT number FROM responses WHERE sealed = 0"):
+                ((*row, checksum),) = self._run(f"{_SELECT} WHERE number = ?", number)
+                if _checksum(*row) == checksum:
+                    app, name, size, _, body = row
+                    row = self._row(app, name, size, body)
+                    changed = "UPDATE responses SET sealed = ?, body = ?, checksum = ? WHERE number = ?"
+                    self._run(changed, *row[3:], _checksum(*row), number)
 
     def __del__(self) -> None:
         self.close()
@@ -135,50 +146,26 @@ class ResponseStore:
             *_, sealed, body = row
             require_form(self._path, self._vault, encrypted=bool(sealed))
             try:
-                return msgspec.json.decode(self._opened(app, name, sealed, body), type=StoredResponse)
+                if sealed and self._vault is not None:
+                    body, *_ = self._vault.opened_head(folder_name(app), body, name)
+                return msgspec.json.decode(body, type=StoredResponse)
             except KeyErased:
                 break
         lost = "" if self._durable else ", or the service was restarted"
-        raise ApiError(
-            f"there is no response {name!r:.80}: it was not stored, was deleted, or dropped for newer "
-            f"ones{lost}",
-            status=404,
-            code="previous_response_not_found" if param else "response_not_found",
-            param=param,
-        )
+        message = f"there is no response {name!r:.80}: it was not stored, deleted, or dropped for newer ones"
+        code = "previous_response_not_found" if param else "response_not_found"
+        raise ApiError(message + lost, status=404, code=code, param=param)
 
     def delete(self, app: str, name: str) -> None:
         """Deletes a response of an app; raises ApiError if there is none."""
         self.get(app, name)
         self._run("DELETE FROM responses WHERE app = ? AND id = ?", app, name)
 
-    def _seal_plain(self) -> None:
-        """Encrypts the responses of a store that had no keys."""
-        for (number,) in self._run("SELECT number FROM responses WHERE sealed = 0"):
-            ((*row, checksum),) = self._run(f"{_SELECT} WHERE number = ?", number)
-            if _checksum(*row) == checksum:
-                app, name, size, _, body = row
-                row = self._row(app, name, size, body)
-                changed = "UPDATE responses SET sealed = ?, body = ?, checksum = ? WHERE number = ?"
-                self._run(changed, *row[3:], _checksum(*row), number)
-
     def _row(self, app: str, name: str, size: int, body: bytes) -> tuple[Any, ...]:
         """A row without its number and checksum, encrypted if there are keys."""
         if self._vault is None:
             return app, name, size, 0, body
         return app, name, size, 1, self._vault.new_seal(folder_name(app)).head(body, name)
-
-    def _opened(self, app: str, name: str, sealed: int, body: bytes) -> bytes:
-        if not sealed or self._vault is None:
-            return body
-        return self._vault.opened_head(folder_name(app), body, name)[0]
-
-
-def _plain(item: dict[str, Any]) -> dict[str, Any]:
-    """An item of an output without log-probabilities, which no later response needs."""
-    if item["type"] != "message":
-        return item
-    return item | {"content": [part | {"logprobs": []} for part in item["content"]]}
 
 
 def _checksum(*row: Any) -> bytes:

@@ -179,16 +179,16 @@ class ToolScanner:
             value = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        calls = [self._call(each) for each in (value if isinstance(value, list) else [value])]
-        return [call for call in calls if call is not None] if calls and all(calls) else None
-
-    def _call(self, value: Any) -> ToolCall | None:
-        if not isinstance(value, dict) or value.get("name") not in self._names:
-            return None
-        arguments = value.get("arguments", value.get("parameters", {}))
-        if not isinstance(arguments, dict):
-            return None
-        return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+        calls = []
+        for each in value if isinstance(value, list) else [value]:
+            name = each.get("name") if isinstance(each, dict) else None
+            if not isinstance(name, str) or name not in self._names:
+                return None
+            arguments = each.get("arguments", each.get("parameters", {}))
+            if not isinstance(arguments, dict):
+                return None
+            calls.append(ToolCall(name, json.dumps(arguments, ensure_ascii=False)))
+        return calls or None
 
 
 class _JsonEnd:

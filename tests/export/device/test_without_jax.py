@@ -21,7 +21,7 @@ SHARED = {
     "jaxllm.serving.engine": ("engine", "step", "run", "answer", "request", "decoding"),
     "jaxllm.export.programs": ("model", "runner", "executor", "litert", "drafts"),
     "jaxllm.export.device": ("contexts", "host_sampling", "opening", "service", "serving"),
-    "jaxllm.serving.server": ("calls", "prompts", "daemon", "limits", "identity", "api.app"),
+    "jaxllm.serving.server": ("calls", "daemon", "limits", "identity", "api.app"),
     "jaxllm.text": ("tokenizer", "chat_template", "prompts"),
     "jaxllm": (
         "tasks.tiny_reader", "elastic.slo", "speculation.token_tree", "serving.ground.text_stream",

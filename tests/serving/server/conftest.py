@@ -16,7 +16,7 @@ from jaxllm.serving.server.limits import Limits
 from jaxllm.serving.server.service import LLMService
 from jaxllm.serving.server.service_options import ServerOptions
 from tests.models.test_lora import random_adapter
-from tests.serving.server.context_service import ContextService, open_tiny
+from tests.serving.server.services import ContextService, open_tiny
 from tests.tiny import TINY, write_tiny_bundle
 
 RANKS = {"formal": 4, "terse": 2, "other": 4}

@@ -1,5 +1,6 @@
 """Starts services in processes of their own, for tests."""
 
+import json
 import os
 import re
 import signal
@@ -88,3 +89,10 @@ class Process:
         """Ends it, whatever it does."""
         self.process.kill()
         self.process.wait(WAIT_S)
+
+
+def raw_request(call: dict[str, Any], headers: dict[str, str]) -> bytes:
+    """The bytes of a call over HTTP."""
+    body, own = json.dumps(call), {"Host": "localhost", "Connection": "close", **headers}
+    lines = [f"{name}: {value}\r\n" for name, value in {**own, "Content-Length": len(body)}.items()]
+    return f"POST /v1/completions HTTP/1.1\r\n{''.join(lines)}\r\n{body}".encode()

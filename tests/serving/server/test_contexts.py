@@ -1,8 +1,11 @@
-"""Contexts over HTTP: turns, levels, forks, pins, restarts, cancels."""
+"""Contexts over HTTP: turns, levels, forks, responses, pins, restarts, cancels; limits of what apps
+take with them, a full disk, and storage that fails for a while."""
 
 import concurrent.futures
+import errno
 import json
 import re
+import secrets
 import time
 
 import pytest
@@ -10,12 +13,25 @@ import pytest
 from jaxllm.client import Busy
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
 from jaxllm.sampling import Sampling
+from jaxllm.serving.contexts import store as stores
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.server import executor as executors
 from jaxllm.serving.server.limits import AppLimits, Limits
-from tests.serving.server.context_service import WHOLE, WINDOW
-from tests.serving.server.talking import FOX, facts, idle, made, said, slowly, streamed, user
-from tests.serving.server.test_executor import call, together
+from tests.faults import FailingDevice
+from tests.serving.server.services import (
+    FOX,
+    WHOLE,
+    WINDOW,
+    call,
+    facts,
+    idle,
+    made,
+    said,
+    slowly,
+    streamed,
+    together,
+    user,
+)
 from tests.tiny import END_ID
 
 GREEDY = Sampling(logit_bias=((END_ID, -100.0),))
@@ -30,12 +46,9 @@ def test_the_papers_calls(served):
     assert (first.facts["source"], first.facts["context"]) == ("context", context.name)
     assert second.facts["reused_tokens"] >= first.facts["context_tokens"] - 1
     # The same tokens as if all of it were asked at once.
-    tokenizer = served.service.engine.tokenizer
-    contexts = served.service.contexts
-    tokens = list(contexts.store.record(context.name).tokens)
+    tokens = list(served.service.contexts.store.record(context.name).tokens)
     answer = served.service.engine.stream(tokens[:-8], GenerationConfig(max_tokens=8, sampling=GREEDY))
     assert answer.result().text == second.text
-    assert tokenizer.decode(tokens).startswith(FOX)
     (there,) = client.contexts()
     assert (there.name, there.facts["tokens"]) == (context.name, len(tokens))
     context.pin()
@@ -44,8 +57,6 @@ def test_the_papers_calls(served):
     assert client.contexts() == []
     with pytest.raises(ContextGone):
         context.generate("again").result()
-    with pytest.raises(ContextGone):
-        context.delete()
 
 
 def test_turns_by_every_format_and_what_is_no_turn_is_refused_and_changes_nothing(http):
@@ -70,6 +81,8 @@ def test_turns_by_every_format_and_what_is_no_turn_is_refused_and_changes_nothin
         answer = said(http, name, wrong, 8, **more)
         assert answer.status_code == 400, answer.text
     assert "earlier turns" in said(http, name, [user("a"), user("b")]).json()["error"]["message"]
+    assert said(http, name, "a", conversation=name).json()["error"]["param"] == "conversation"
+    assert http.post("/v1/completions", json={"prompt": "a", "n": 2, "conversation": name}).status_code == 400
     assert http.get(f"/v1/contexts/{name}").json() == before
 
 
@@ -88,9 +101,6 @@ def test_a_context_has_its_level_until_an_objective_allows_more(served, http):
     # All of it is computed again, and from here on it is there.
     assert (told["level"], told["met"], told["reused_tokens"]) == (100, True, 0)
     assert http.get(f"/v1/contexts/{name}").json()["level"] == 100
-    told = facts(http, name, "so?")
-    assert told["level"] == 100
-    assert told["reused_tokens"] > 16
     # It answers as a new one of that level.
     name = made(http, level=50)
     facts(http, name, FOX, 20)
@@ -105,28 +115,6 @@ def test_a_context_has_its_level_until_an_objective_allows_more(served, http):
     served.restart()
     assert served.service.contexts.store.verify() == []
     assert facts(http, name, [9])["reused_tokens"] == len(after.bits) * 16
-
-
-def test_answers_in_contexts_are_decoded_together_with_others(served, http, monkeypatch):
-    together, real = [], executors.decode_together
-
-    def counted(runs):
-        together.append([run.request.prompt for run in runs])
-        return real(runs)
-
-    names = [made(http) for _ in range(3)]
-    alone = [said(http, names[0], FOX, 40).json()["choices"][0]["text"]]
-    body = {"prompt": FOX, "max_tokens": 40, **WHOLE}
-    alone.append(http.post("/v1/completions", json=body).json()["choices"][0]["text"])
-    monkeypatch.setattr(executors, "decode_together", counted)
-    with slowly(monkeypatch), concurrent.futures.ThreadPoolExecutor(3) as pool:
-        asked = [
-            *(pool.submit(said, http, name, FOX, 40) for name in names[1:]),
-            pool.submit(http.post, "/v1/completions", json=body),
-        ]
-        texts = [each.result().json()["choices"][0]["text"] for each in asked]
-    assert texts == [alone[0], alone[0], alone[1]]
-    assert any(len(each) == 2 and each[0] == each[1] for each in together)
 
 
 def test_contexts_wait_for_memory_that_others_have(served, http, monkeypatch):
@@ -194,11 +182,14 @@ def forked(served, name, tokens, prompt):
 
 def test_one_call_at_a_time_in_a_context(served, http, monkeypatch):
     name, other = made(http), made(http)
-    with slowly(monkeypatch), streamed(http, name) as lines:
+    with slowly(monkeypatch), streamed(http, name, 100) as lines:
         next(lines)
         busy = said(http, name, "hi")
         assert (busy.status_code, busy.json()["error"]["code"]) == (409, "context_busy")
         assert http.delete(f"/v1/contexts/{name}").status_code == 409
+        # No other app is told.
+        assert served.http("spy").delete(f"/v1/contexts/{name}").status_code == 404
+        assert said(served.http("spy"), name, "hi").status_code == 404
         with pytest.raises(Busy):
             served.client("mail").context(name).delete()
         # Others wait for their turn; a pin need not.
@@ -213,11 +204,10 @@ def test_a_cancel_keeps_the_tokens_that_are_complete(served, http, monkeypatch):
     name = made(http)
     with slowly(monkeypatch):
         with streamed(served.http("mail"), name, 80) as lines:
-            text = "".join(
-                json.loads(next(line for line in lines if line)[6:])["choices"][0]["text"] for _ in range(2)
-            )
+            events = [json.loads(next(line for line in lines if line)[6:]) for _ in range(2)]
         idle(served)
     tokens = served.service.contexts.store.record(name).tokens
+    text = "".join(each["choices"][0]["text"] for each in events)
     assert text in served.service.engine.tokenizer.decode(tokens)
     assert len(tokens) < 80
     assert facts(http, name, "and?", 2)["prompt_tokens"] > len(tokens)
@@ -240,3 +230,229 @@ def test_a_restart_finds_the_contexts(served, http, monkeypatch):
     assert http.delete(f"/v1/contexts/{name}").json()["deleted"]
     served.restart()
     assert http.get(f"/v1/contexts/{name}").status_code == 404
+
+
+def responded(http, **body):
+    answer = http.post("/v1/responses", json={"temperature": 0, "max_output_tokens": 6} | body)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_continuations_at_the_same_time_are_each_right(http, served, monkeypatch):
+    """Whichever comes first goes on in the context and the others in forks, as if each was alone; also where
+    the first has ended before the next one's turn is taken."""
+    texts = [f"and {word}" for word in ("the fox", "the dog", "hello", "a cat")]
+    store = served.service.contexts.store
+
+    def prompts(responses):
+        """What was answered: the tokens before the answers."""
+        names = [each["conversation"]["id"] for each in responses]
+        counts = [each["usage"]["input_tokens"] for each in responses]
+        return [store.record(name).tokens[:count] for name, count in zip(names, counts, strict=True)]
+
+    alone, starts = [], []
+    for each in texts:
+        own = http.post("/v1/contexts", json={}).json()["id"]
+        start = responded(http, input="the quick brown fox", conversation=own)
+        starts.append(start["output"][0]["content"])
+        alone += prompts([responded(http, input=each, previous_response_id=start["id"])])
+    assert starts == starts[:1] * len(texts)
+    take = executors.Executor._take_turn
+
+    def late(self, job):
+        while any(each is not job and each.run is not None for each in self._jobs.values()):
+            self._dispatch()
+        take(self, job)
+
+    # As they come, and one at a time: each turn finds another tip than its client knew.
+    for taken in (take, late):
+        monkeypatch.setattr(executors.Executor, "_take_turn", taken)
+        name = http.post("/v1/contexts", json={}).json()["id"]
+        first = responded(http, input="the quick brown fox", conversation=name)["id"]
+        bodies = [{"input": each, "previous_response_id": first} for each in texts]
+        with concurrent.futures.ThreadPoolExecutor(len(texts)) as pool:
+            raced = list(pool.map(lambda body: responded(http, **body), bodies))
+        assert prompts(raced) == alone
+        names = [each["conversation"]["id"] for each in raced]
+        assert len(set(names)) == len(texts)
+        assert names.count(name) == 1
+
+
+def test_limits_of_an_app(served, http):
+    served.backend.limiter.limits = Limits(default=AppLimits(contexts=2, pinned=1, tokens_per_minute=300))
+    name = made(http, pinned=True)
+    assert http.post("/v1/contexts", json={"pinned": True}).status_code == 507
+    other = made(http)
+    assert http.post("/v1/contexts", json={}).status_code == 507
+    assert http.post(f"/v1/contexts/{other}/pin", json={}).status_code == 507
+    assert http.post(f"/v1/contexts/{name}/pin", json={"pinned": False}).json()["pinned"] is False
+    assert http.post(f"/v1/contexts/{other}/pin", json={}).status_code == 200
+    # A turn counts its own tokens, not the context's again.
+    for _ in range(4):
+        facts(http, name, "hello", 8)
+    assert served.backend.limiter.usage("mail").tokens > 200
+    served.backend.limiter.limits = Limits(default=AppLimits(stored_bytes=1))
+    full = said(http, name, "hi")
+    assert full.status_code == 507
+    assert "delete some" in full.text
+    # Another app has its own.
+    spy = served.http("spy")
+    gone = made(spy)
+    assert spy.delete(f"/v1/contexts/{gone}").status_code == 200
+
+
+def test_a_full_disk_answers_507_and_the_service_lives(served, http, monkeypatch):
+    name = made(http)
+    before = facts(http, name, FOX, 20)["context_tokens"]
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stores, "write_segment", full)
+        answer = said(http, name, FOX, 20)
+        assert answer.status_code == 200, answer.text
+        # Chunks are written after an answer: the context's next call is told, and so of a client that leaves.
+        told = said(http, name, "hi", 1)
+        assert told.status_code == 507, told.text
+        assert http.get(f"/v1/contexts/{name}").json()["tokens"] > before
+        with slowly(monkeypatch), streamed(served.http("mail"), name) as lines:
+            for _ in range(4):
+                next(lines)
+        idle(served)
+        # Its chunks are written by a thread, while the disk is full.
+        served.service.contexts.store.wait()
+    late = said(http, name, "hi", 1)
+    assert late.status_code == 507
+    assert "could not be written" in late.text
+    assert facts(http, name, "hi", 1)["prompt_tokens"] > before
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOSPC, errno.EIO])
+def test_a_context_that_cannot_be_read_for_a_moment_is_not_gone(served, http, error):
+    """There, gone, or not known: none is forgotten for an error."""
+    name, other = made(http), made(http)
+    before = facts(http, name, FOX, 20)["context_tokens"]
+    store = served.service.contexts.store
+    store.wait()
+    with FailingDevice(store.root, at=None) as device:
+        device.fail(error)
+        answers = [
+            *(said(http, each, [5], 1) for each in (name, other, name, other)),
+            http.post(f"/v1/contexts/{other}/pin", json={"pinned": True}),
+            http.delete(f"/v1/contexts/{other}"),
+        ]
+        # One that was never made is gone all the same.
+        assert said(http, "0" * 16, [5], 1).status_code == 404
+    codes = [(each.status_code, each.json()["error"]["code"]) for each in answers if each.status_code != 200]
+    # The catalog is open: some calls need no further file.
+    assert len(codes) >= 3
+    assert set(codes) <= {(500, "storage_failed"), (503, "storage_failed"), (507, "budget_exceeded")}
+    assert all("retry-after" in each.headers for each in answers if each.status_code == 503)
+    # An error of writing in the background is told once.
+    said(http, name, [5], 1)
+    assert facts(http, name, [5], 1)["context_tokens"] >= before
+    assert http.get(f"/v1/contexts/{name}").status_code == 200
+    served.restart()
+    assert facts(http, name, [5], 1)["context_tokens"] >= before
+
+
+SECRET = "the password is swordfish"
+# Of an app's contexts none has this name.
+NOBODY = "0123456789abcdef"
+TRICKS = (
+    {}, {"X-App": "mail"}, {"X-Forwarded-User": "mail", "X-Forwarded-For": "127.0.0.1"},
+    {"jaxllm.app": "mail"}, {"Cookie": "app=mail"}, {"X-Request-Id": "mail"},
+)  # fmt: skip
+
+
+def new(http, **options):
+    name = http.post("/v1/contexts", json=options).json()["id"]
+    body = {"prompt": SECRET, "max_tokens": 24, **WHOLE}
+    assert http.post(f"/v1/contexts/{name}/generate", json=body).status_code == 200
+    return name
+
+
+def attempts(name):
+    """Requests that name a context: method, path, body."""
+    chat = {"messages": [{"role": "user", "content": "Repeat all."}], "max_tokens": 4}
+    text = {"prompt": "Repeat all.", "max_tokens": 4}
+    path = f"/v1/contexts/{name}"
+    yield "GET", path, None
+    yield "GET", path + "?app=mail", None
+    yield "DELETE", path, None
+    for pinned in (True, False):
+        yield "POST", path + "/pin", {"pinned": pinned}
+    for body in (chat, text, {"prompt": [1, 2, 3], "max_tokens": 4}, text | {"user": "mail"}):
+        for stream in (False, True):
+            yield "POST", path + "/generate", body | {"stream": stream}
+    for conversation in (name, {"id": name}):
+        own = {"conversation": conversation}
+        yield "POST", "/v1/chat/completions", chat | own
+        yield "POST", "/v1/chat/completions", chat | own | {"stream": True, "prompt_cache_key": "mail"}
+        yield "POST", "/v1/completions", text | own
+        yield "POST", "/v1/completions", text | own | {"slo": "<40,70>", "strict": True}
+        yield "POST", "/v1/messages", chat | own
+        yield "POST", "/api/chat", {"messages": chat["messages"], **own}
+        yield "POST", "/api/generate", {"prompt": "Repeat all.", "stream": False, **own}
+
+
+def disguised(name):
+    """Other spellings of a name."""
+    return (
+        name.upper(), name[:15], name + "0", f"mail%2f{name}", f"..%2fapp-mail%2f{name}", f"{name}%00",
+        f"{name}%20", "*", "%25", f"app-mail:{name}",
+    )  # fmt: skip
+
+
+def answered(http, method, path, body, headers=None):
+    """An answer, without what differs from one request to the next."""
+    answer = http.request(method, path, json=body, headers=headers)
+    kept = {k: v for k, v in answer.headers.items() if k not in ("x-request-id", "date", "content-length")}
+    return answer.status_code, answer.text, kept
+
+
+def told_apart(http, name, *, tricks=TRICKS):
+    """Makes attempts at a context and at one that never was; returns how many, after checking that their
+    answers are the same."""
+    count = 0
+    for number, (mine, other) in enumerate(zip(attempts(name), attempts(NOBODY), strict=True)):
+        headers = tricks[number % len(tricks)]
+        found, wanted = answered(http, *mine, headers), answered(http, *other, headers)
+        assert found[0] in (400, 401, 404), found
+        assert (found[0], found[1].replace(name, NOBODY), found[2]) == wanted
+        assert "swordfish" not in found[1]
+        count += 1
+    return count
+
+
+def test_none_of_200_attempts_tells_of_another_apps_contexts(served):
+    mail, spy = served.http("mail"), served.http("spy")
+    names = [new(mail), new(mail, pinned=True)]
+    own = new(spy)
+    store = served.service.contexts.store
+    before = [store.record(name) for name in names]
+    listed = mail.get("/v1/contexts").json()
+    count = 0
+    for name in names:
+        for trick in range(0, len(TRICKS), 2):
+            count += told_apart(spy, name, tricks=TRICKS[trick:] + TRICKS[:trick])
+        for spelled, other in zip(disguised(name), disguised(NOBODY), strict=True):
+            for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/pin")):
+                found = answered(spy, method, f"/v1/contexts/{spelled}{path}", None)
+                wanted = answered(spy, method, f"/v1/contexts/{other}{path}", None)
+                assert found[0] in (400, 404), found
+                assert found[0] == wanted[0]
+                count += 1
+    for _ in range(30):
+        guess = secrets.token_hex(8)
+        assert spy.get(f"/v1/contexts/{guess}").status_code == 404
+        count += 1
+    assert count >= 200
+    # Without a key, or with both, nobody is anybody.
+    for headers in ({"Authorization": ""}, {"X-API-Key": served.keys["mail"]}):
+        assert answered(spy, "GET", f"/v1/contexts/{names[0]}", None, headers)[0] == 401
+    assert [each["id"] for each in spy.get("/v1/contexts").json()["data"]] == [own]
+    assert mail.get("/v1/contexts").json() == listed
+    assert [store.record(name) for name in names] == before
+    assert spy.delete(f"/v1/contexts/{own}").status_code == 200

@@ -12,7 +12,6 @@ import threading
 from types import SimpleNamespace
 
 import httpx
-import openai
 import pytest
 
 from jaxllm.checkpoints.peft import write_adapter
@@ -25,8 +24,7 @@ from jaxllm.serving.server.daemon import Daemon, Notifier
 from jaxllm.serving.server.identity import Identity, add_key
 from jaxllm.serving.server.service_options import ServerOptions
 from tests.models.test_lora import random_adapter
-from tests.serving.server.daemons import MAIN, Process
-from tests.serving.server.hard_clients import raw_request
+from tests.serving.server.daemons import MAIN, Process, raw_request
 from tests.tiny import END_ID, TINY, write_tiny_bundle
 
 # Each dispatch takes a while, so that answers run when something happens; where the file is there, the
@@ -148,7 +146,7 @@ def root(tmp_path_factory):
     """A folder with a model and adapters."""
     folder = tmp_path_factory.mktemp("service")
     write_tiny_bundle(folder / "tiny.jaxllm", "int4")
-    for seed, name in enumerate(("formal", "terse", "late")):
+    for seed, name in enumerate(("formal", "terse")):
         lora = LoraConfig(rank=2, alpha=16)
         write_adapter(folder / "adapters" / name, TINY, lora, random_adapter(TINY, lora, seed))
     return folder
@@ -224,12 +222,8 @@ def test_each_request_has_a_record_and_nothing_of_what_was_said(service):
     headers = {"X-Request-Id": "mine-1", "Authorization": "Bearer sesame"}
     answer = httpx.post(service.url + "/v1/completions?q=hidden", json=body, headers=headers)
     assert answer.headers.get_list("x-request-id") == ["mine-1"]
-    refused = httpx.get(
-        service.url + "/v1/models", headers={"Host": "evil.example", "X-Request-Id": "no good"}
-    )
+    refused = httpx.get(service.url + "/v1/models", headers={"Host": "evil.example"})
     name = refused.headers["x-request-id"]
-    page = httpx.get(service.url + "/v1/models", headers={"Origin": "https://evil.example"})
-    assert page.status_code == 403
     assert "<html" in httpx.get(service.url + "/").text
     service.process.until(lambda: name in service.process.text())
     log = service.process.text()
@@ -248,7 +242,9 @@ def test_each_request_has_a_record_and_nothing_of_what_was_said(service):
 def test_limits_are_read_again_and_counted(service, root):
     log = service.process
     log.until(lambda: "ready:" in log.text())
-    service.read_again(options(root, in_flight=1))
+    service.read_again(options(root, in_flight=1, app=f"uid-{root.stat().st_uid}"))
+    with Client(socket=service.path) as client:
+        assert client.objective()["slo"] == "<40,70>"
     with service.streams() as (first,):
         refused = service.post()
         assert refused.status_code == 429
@@ -266,51 +262,20 @@ def test_limits_are_read_again_and_counted(service, root):
 
 
 @pytest.mark.slow
-def test_adapters_and_objectives_by_options(service, root):
-    with (
-        Client(socket=service.path) as client,
-        openai.OpenAI(base_url=f"{service.url}/v1", api_key="none", max_retries=0) as ours,
-    ):
-
-        def asked(name):
-            answer = ours.completions.create(
-                model=name, prompt="the quick brown fox", max_tokens=24, temperature=0,
-                logit_bias=CALL["logit_bias"],
-            )  # fmt: skip
-            return answer.choices[0].text
-
-        # Who is on the loopback operates, as long as there are no keys.
-        ours.post("/adapters", body={"name": "late"}, cast_to=object)
-        texts = [asked(name) for name in ("tiny", "tiny:terse", "tiny:late", "tiny")]
-        assert len(set(texts)) == 3
-        assert texts[0] == texts[3]
-        with pytest.raises(openai.NotFoundError, match="no adapter"):
-            asked("tiny:formal")
-        ours.delete("/adapters/late", cast_to=object)
-        context = client.new_context(adapter="terse")
-        assert context.generate("hello there", max_tokens=8).result().facts["adapter"] == "terse"
-        context.delete()
-        # Objectives are the app's, by the options and by itself.
-        assert client.objective()["slo"] is None
-        service.read_again(options(root, app=f"uid-{root.stat().st_uid}"))
-        service.process.until(lambda: client.objective()["slo"] == "<40,70>")
-        told = client.call("hello", max_tokens=2).result().facts
-        assert (told["slo"], told["slo_from"]) == ("<40,70>", "app")
-        client.bind({"total_ms": 1e6})
-        assert client.call("hello", max_tokens=2).result().facts["slo"] == {"total_ms": 1e6}
-
-
-@pytest.mark.slow
 def test_it_drains_and_its_contexts_outlive_it_and_the_death_of_an_engine_is_told(
     service, systemd, root, tmp_path
 ):
     """The last of the shared service; the next one has its contexts, and is the one whose engine dies."""
     with Client(socket=service.path) as client:
+        # By an option before the file, one of the file is not there; others are loaded at any time.
+        body = {"name": "formal"}
+        assert client.http.post("/v1/adapters", json=body).status_code == 201
+        listed = client.http.get("/v1/adapters").json()["data"]
+        assert [each["id"] for each in listed] == ["terse", "formal"]
         context = client.new_context()
         told = context.generate("my secret is swordfish", max_tokens=8).result().facts
-        response = client.http.post(
-            "/v1/responses", json={"input": "my secret", "max_output_tokens": 2}
-        ).json()
+        body = {"input": "my secret", "max_output_tokens": 2}
+        response = client.http.post("/v1/responses", json=body).json()
     (root / "second").mkdir()
     with Process(root / "second", "--model", root / "tiny.jaxllm", "--config", service.config) as second:
         assert second.ended() == 1
@@ -394,12 +359,9 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
         assert "at once" in service.process.text()
 
 
-@pytest.mark.parametrize(
-    "name", ["broken.jaxllm", pytest.param("nothing.jaxllm", marks=pytest.mark.campaign)]
-)
-def test_a_model_that_cannot_be_opened_ends_it(tmp_path, name):
+def test_a_model_that_cannot_be_opened_ends_it(tmp_path):
     (tmp_path / "broken.jaxllm").write_bytes(b"no bundle")
-    with Process(tmp_path, "--model", tmp_path / name, "--socket", tmp_path / "s") as process:
+    with Process(tmp_path, "--model", tmp_path / "broken.jaxllm", "--socket", tmp_path / "s") as process:
         assert process.ended() == 1, process.text()
         assert "jaxllm" in process.text().splitlines()[-1]
         assert "Traceback" not in process.text()

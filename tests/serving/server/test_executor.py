@@ -1,6 +1,7 @@
-"""The engine's thread, with a tiny model: turns, cancels, errors, other work, a full queue, the end."""
+"""The engine's thread, with a tiny model: turns, errors, grammars, other work, a full queue, the end."""
 
 import asyncio
+import contextlib
 import dataclasses
 import re
 import threading
@@ -9,25 +10,22 @@ import time
 import numpy as np
 import pytest
 
-from jaxllm import GenerationConfig
+from jaxllm import EngineOptions
 from jaxllm.errors import ConfigError, ContextOverflow, JaxllmError
+from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.elastic.objectives import Latency, expected_cost
 from jaxllm.serving.elastic.planner import Load, Planner, Proposal
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.engine.step import step
+from jaxllm.serving.guided.compiler import Matcher, PreparedGrammar
 from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server import executor as executors
-from jaxllm.serving.server.calls import Call, Conversation, Ended, Piece, Refused, Started
-from jaxllm.serving.server.executor import EngineWork
+from jaxllm.serving.server.calls import Conversation, Ended, Piece, Refused, Started
+from jaxllm.serving.server.limits import AppLimits
+from jaxllm.serving.server.opening import Adapters, live_turns
 from jaxllm.serving.server.scheduler import SchedulerOptions
-from tests.serving.server.executors import make_executor
-
-PROMPT = "the quick brown fox jumps over the lazy dog"
-
-
-@pytest.fixture
-def service(plain_service):
-    return plain_service
+from jaxllm.serving.server.service import LLMService
+from tests import tiny_encdec
+from tests.serving.server.services import PROMPT, call, make_executor, read, together, written
 
 
 @pytest.fixture
@@ -37,51 +35,27 @@ def dispatches():
 
 
 @pytest.fixture
-def executor(service, dispatches):
-    made = make_executor(service, SchedulerOptions(queued=4, app_queued=3), on_dispatch=dispatches.append)
+def executor(plain_service, dispatches):
+    made = make_executor(
+        plain_service, SchedulerOptions(queued=4, app_queued=3), on_dispatch=dispatches.append
+    )
     made.start()
     yield made
     made.stop(0)
     assert not made.alive
 
 
-def call(prompt=PROMPT, *, app="mail", tokens=12, grammar=None, top_logprobs=None, **more):
-    config = GenerationConfig(max_tokens=tokens, ignore_eos=True, grammar=grammar, top_logprobs=top_logprobs)
-    return Call(app=app, request_id="1", prompt=prompt, config=config, **more)
-
-
-async def read(ticket):
-    return [event async for event in ticket.events()]
-
-
-def written(events):
-    """Text and tokens of an answer."""
-    pieces = [each for each in events if isinstance(each, Piece)]
-    return "".join(each.text for each in pieces), [token for each in pieces for token in each.tokens]
-
-
-def together(executor, *calls):
-    async def run():
-        loop = asyncio.get_running_loop()
-        return await asyncio.gather(*(read(executor.submit(each, loop)) for each in calls))
-
-    return asyncio.run(run())
-
-
-def test_answers_in_turns_are_those_of_the_engine_alone(executor, service):
-    prompts = [PROMPT, "hello the there", "a"]
-    for prompt, events in zip(prompts, together(executor, *map(call, prompts)), strict=True):
-        alone = service.engine.stream(prompt, call().config).result()
-        assert isinstance(events[0], Started)
-        assert isinstance(events[-1], Ended)
-        assert written(events) == (alone.text, alone.tokens)
-        assert (events[-1].tokens, events[-1].met) == (12, None)
-        assert events[-1].engine_ttft_ms <= events[-1].ttft_ms
-
-
-def test_each_dispatch_is_told(executor, dispatches):
+def test_an_answer_is_that_of_the_engine_alone_and_each_dispatch_is_told(executor, plain_service, dispatches):
     prompt = tuple(range(1, 41))
-    together(executor, call(prompt))
+    events, other = together(executor, call(prompt), call())
+    for asked, found in ((list(prompt), events), (PROMPT, other)):
+        alone = plain_service.engine.stream(asked, call().config).result()
+        assert written(found) == (alone.text, alone.tokens)
+    assert isinstance(events[0], Started)
+    assert (events[-1].tokens, events[-1].met) == (12, None)
+    assert events[-1].engine_ttft_ms <= events[-1].ttft_ms
+    dispatches.clear()
+    together(executor, call(prompt, app="fresh"))
     executor.stop(60)
     told = [(each.kind, each.rows, each.tokens, each.chunk_tokens, each.mode) for each in dispatches]
     chunk = ("prefill", 1, 0, 16, "float")
@@ -94,21 +68,7 @@ def test_each_dispatch_is_told(executor, dispatches):
     assert all(each.took_ms > 0 for each in dispatches)
 
 
-def test_an_answer_matches_its_grammar_and_tells_log_probabilities(executor):
-    grammar = Grammar(kind="regex", text="[a-c]{5}")
-    guided, plain = together(executor, call(grammar=grammar, top_logprobs=2), call())
-    pieces = [each for each in guided if isinstance(each, Piece)]
-    assert re.fullmatch("[a-c]{5}", written(guided)[0])
-    assert guided[-1].finish_reason == "stop"
-    told = [each for piece in pieces for each in piece.logprobs or ()]
-    assert [each.token for each in told] == [token for piece in pieces for token in piece.tokens]
-    assert all(each.logprob <= 0 and len(each.top) == 2 for each in told)
-    assert all(each.logprobs is None for each in plain if isinstance(each, Piece))
-    with pytest.raises(ConfigError, match="regex"):
-        together(executor, call(grammar=Grammar(kind="regex", text="(")))
-
-
-def test_an_objective_is_planned_and_judged(executor, service, monkeypatch):
+def test_an_objective_is_planned_and_judged(executor, plain_service, monkeypatch):
     easy, hard = Latency(ttft_ms=1e6, tpot_ms=1e6), Latency(ttft_ms=1e-3, tpot_ms=1e-3)
     met, missed = together(executor, call(objective=easy), call(objective=hard))
     assert (met[0].source, met[-1].met) == ("whole", True)
@@ -116,7 +76,7 @@ def test_an_objective_is_planned_and_judged(executor, service, monkeypatch):
     with pytest.raises(JaxllmError, match="no sub-model meets"):
         together(executor, call(objective=Latency(ttft_ms=1e-3, tpot_ms=1.0), strict=True))
     # A call that insists is refused for now where others take its time.
-    times = expected_cost(service.profile, 100, len(service.engine.tokenizer.encode(PROMPT)), 12)
+    times = expected_cost(plain_service.profile, 100, len(plain_service.engine.tokenizer.encode(PROMPT)), 12)
     insists = call(objective=Latency(ttft_ms=20 * times.ttft_ms, tpot_ms=20 * times.tpot_ms), strict=True)
     assert together(executor, insists)[0][-1].tokens == 12
     monkeypatch.setattr(executors, "load_of", lambda *_: Load(waiting_ms=30 * times.ttft_ms))
@@ -125,7 +85,7 @@ def test_an_objective_is_planned_and_judged(executor, service, monkeypatch):
     assert (caught.value.reason, caught.value.retry_after_s) == ("full", max(1.0, 0.03 * times.ttft_ms))
 
 
-def test_an_apps_own_cache_is_used_again_and_no_others(executor, service, monkeypatch):
+def test_an_apps_own_cache_is_used_again_and_no_others(executor, plain_service, monkeypatch):
     long = PROMPT + " and hides"
     together(executor, call(PROMPT))
     (other,) = together(executor, call(long, app="spy"))
@@ -134,9 +94,11 @@ def test_an_apps_own_cache_is_used_again_and_no_others(executor, service, monkey
     assert own[0].reused_tokens > 16
     assert written(own) == written(other)
     # A plan knows what the caches of the app have.
-    asked, plan = [], service.planner.plan
+    asked, plan = [], plain_service.planner.plan
     monkeypatch.setattr(
-        service.planner, "plan", lambda *args, **more: asked.append(more["reused"]) or plan(*args, **more)
+        plain_service.planner,
+        "plan",
+        lambda *args, **more: asked.append(more["reused"]) or plan(*args, **more),
     )
     fresh = call(PROMPT + " of the deep wood", app="fresh", objective=Latency(ttft_ms=1e6, tpot_ms=1e6))
     together(executor, fresh)
@@ -159,12 +121,12 @@ class Half:
         return 0.0
 
 
-def test_plans_drop_words_where_the_call_allows_it(executor, service, monkeypatch):
+def test_plans_drop_words_where_the_call_allows_it(executor, plain_service, monkeypatch):
     # A token takes a second, so that no time that passes here matters.
     slow = DeviceProfile(
         levels=(100,), tokens=(1, 1000), chunk_tokens=(1,), ttft_ms=((1e3, 1e6),), tpot_ms=((1.0, 1.0),)
     )
-    monkeypatch.setattr(service, "planner", Planner(slow, (100,), Half(), margin=1.0))
+    monkeypatch.setattr(plain_service, "planner", Planner(slow, (100,), Half(), margin=1.0))
     user, objective = f"{PROMPT}. And then", Latency(ttft_ms=25e3, tpot_ms=1e6)
     for prompt in (user, Conversation(messages=({"role": "user", "content": user},))):
         kept, allowed = (
@@ -178,7 +140,7 @@ def test_plans_drop_words_where_the_call_allows_it(executor, service, monkeypatc
         assert (allowed[0].source, allowed[0].prompt_tokens) == ("proposed", kept[0].prompt_tokens)
         assert 0 < allowed[0].kept_tokens < kept[0].kept_tokens
     # Ids have no words, whatever an app is bound to.
-    ids = tuple(service.engine.tokenizer.encode(user))
+    ids = tuple(plain_service.engine.tokenizer.encode(user))
     (whole,) = together(executor, call(ids, objective=objective, shorten=True))
     assert whole[0].kept_tokens == len(ids)
 
@@ -199,19 +161,6 @@ def test_conversations_that_share_an_instruction_reuse_it_each(executor, compile
     assert seen[1][0].reused_tokens > 16
     for events in again:
         assert events[0].reused_tokens == events[0].prompt_tokens - 1
-
-
-def test_a_cancel_ends_one_answer_and_no_other(executor):
-    async def run():
-        loop = asyncio.get_running_loop()
-        first, other = (executor.submit(call(tokens=80), loop) for _ in range(2))
-        async for event in first.events():
-            if isinstance(event, Piece):
-                first.cancel()
-        first.cancel()
-        return await read(other)
-
-    assert asyncio.run(run())[-1].tokens == 80
 
 
 def test_an_error_in_the_middle_ends_that_answer_alone(executor, dispatches, monkeypatch, caplog):
@@ -246,10 +195,10 @@ def test_what_cannot_be_answered_is_refused_at_once(executor):
             together(executor, wrong)
 
 
-def test_a_full_queue_and_a_stopping_service_refuse(service):
+def test_a_full_queue_and_a_stopping_service_refuse(plain_service):
     async def run():
         loop = asyncio.get_running_loop()
-        made = make_executor(service, SchedulerOptions(queued=2, app_queued=1))
+        made = make_executor(plain_service, SchedulerOptions(queued=2, app_queued=1))
         tickets = [made.submit(call(app="a"), loop), made.submit(call(app="b"), loop)]
         with pytest.raises(Refused) as caught:
             made.submit(call(app="c"), loop)
@@ -266,77 +215,161 @@ def test_a_full_queue_and_a_stopping_service_refuse(service):
     assert all(isinstance(events[-1], Ended) for events in asyncio.run(run()))
 
 
-def test_a_call_that_comes_just_before_a_dispatch_waits_for_the_next(service):
-    async def run():
-        made, loop, late = make_executor(service), asyncio.get_running_loop(), []
+def test_no_call_waits_while_the_grammar_of_another_is_compiled(executor, plain_service, monkeypatch):
+    """Of the grammars of an app one is compiled at a time; what is refused is told to its own call."""
+    compiler, asked = plain_service.engine.grammars, []
 
-        def come():
-            # In the engine's thread, after it has accepted calls; a foreground call goes first.
-            late.append(made.submit(call(), loop))
+    def prepare(grammar, stop_ids):
+        asked.append((grammar.text, PreparedGrammar()))
+        return asked[-1][1]
 
-        first = made.submit(call(priority="background"), loop)
-        done = made.work("mail", come)
-        made.start()
-        await asyncio.wrap_future(done)
-        events = [await read(each) for each in (first, *late)]
-        await asyncio.to_thread(made.stop, 60)
-        return events
-
-    assert all(isinstance(each[-1], Ended) for each in asyncio.run(run()))
-
-
-def test_the_deadline_of_a_stop_ends_what_runs(service, monkeypatch):
-    def slow(run):
-        time.sleep(0.05)
-        step(run)
-
-    # Else the answer may have ended before the service is told to stop.
-    monkeypatch.setattr(executors, "step", slow)
+    slow, second, bad = (call(grammar=Grammar(kind="regex", text=each)) for each in ("a{3}", "b{3}", "c{3}"))
+    bad = dataclasses.replace(bad, app="other")
 
     async def run():
-        made = make_executor(service)
-        ticket = made.submit(call(tokens=80), asyncio.get_running_loop())
-        made.start()
-        await asyncio.to_thread(made.stop, 0)
-        await read(ticket)
+        loop = asyncio.get_running_loop()
+        with monkeypatch.context() as patch:
+            patch.setattr(compiler, "prepare", prepare)
+            tickets = [executor.submit(each, loop) for each in (slow, second, bad)]
+            plain = await read(executor.submit(call(app="third"), loop))
+            assert [text for text, _ in asked] == ["a{3}", "c{3}"]
+            asked[1][1].set_exception(ConfigError("it is refused"))
+            with pytest.raises(ConfigError, match="it is refused"):
+                await read(tickets[2])
+        stops = slow.config.stop_ids(plain_service.engine.tokenizer.eos_ids)
+        asked[0][1].set_result(compiler.prepare(slow.config.grammar, stops).result())
+        return plain, *(await asyncio.gather(*map(read, tickets[:2])))
 
-    with pytest.raises(Refused, match="middle"):
-        asyncio.run(run())
-
-
-def failing():
-    raise ConfigError("no")
-
-
-def test_functions_run_in_order_and_tell_their_errors_and_long_ones_alone():
-    work, done = EngineWork(), []
-    first = work.add("a", lambda: done.append(1) or threading.get_ident())
-    second = work.add("b", failing)
-    left = work.add("b", lambda: done.append(3))
-    assert left.cancel()
-    while len(work):
-        took_ms = work.run()
-        assert set(took_ms) <= {"a", "b"}
-    assert first.result(0) == threading.get_ident()
-    with pytest.raises(ConfigError, match="no"):
-        second.result(0)
-    assert done == [1]
-    # One that takes long is the only one of its turn.
-    for app in ("a", "b"):
-        work.add(app, lambda: time.sleep(0.03))
-    assert [*work.run()] == ["a"]
-    assert [*work.run()] == ["b"]
-    assert work.run() == {}
+    plain, *guided = asyncio.run(run())
+    assert plain[-1].tokens == 12
+    assert [written(each)[0] for each in guided] == ["aaa", "bbb"]
 
 
-def test_an_app_has_a_bounded_number_waiting():
-    work = EngineWork()
-    futures = [work.add("a", lambda: 1) for _ in range(16)]
+def test_no_call_waits_for_the_mask_of_another(executor, monkeypatch):
+    asked, ended = [], []
+
+    def ready(matcher):
+        if matcher._asked_s is None:
+            return True
+        asked.append(matcher)
+        return bool(ended)
+
+    monkeypatch.setattr(Matcher, "ready", property(ready))
+
+    async def run():
+        loop = asyncio.get_running_loop()
+        guided = executor.submit(call(grammar=Grammar(kind="regex", text="[ab][cd]"), app="other"), loop)
+        while not asked:
+            await asyncio.sleep(0.001)
+        plain = await read(executor.submit(call(), loop))
+        assert isinstance(plain[-1], Ended)
+        ended.append(True)
+        return await read(guided)
+
+    assert re.fullmatch("[ab][cd]", written(asyncio.run(run()))[0])
+
+
+def test_functions_of_an_app_are_bounded_and_a_long_one_has_a_turn_of_its_own(plain_service):
+    executor, done = make_executor(plain_service), []
+    futures = [executor.work("a", lambda: done.append(threading.get_ident())) for _ in range(15)]
+    futures.append(executor.work("a", lambda: 1 / 0))
     with pytest.raises(Refused, match="16 requests"):
-        work.add("a", lambda: 1)
-    futures.append(work.add("b", lambda: 1))
-    work.fail(Refused("stopping", reason="draining"))
-    for each in futures:
-        with pytest.raises(Refused, match="stopping"):
-            each.result(0)
-    assert not len(work)
+        executor.work("a", lambda: 1)
+    assert futures[0].cancel()
+    long = [executor.work(app, lambda: time.sleep(0.03)) for app in "bc"]
+    # In place of its thread.
+    executor._run_functions()
+    assert [each.done() for each in (*futures, *long)] == [True] * 17 + [False]
+    assert done == [threading.get_ident()] * 14
+    with pytest.raises(ZeroDivisionError):
+        futures[-1].result(0)
+    executor.stop(0)
+    executor.start()
+    assert long[1].result(60) is None
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    path = tiny_encdec.write_bundle(folder / "t5.jaxllm", prefix="the ", tasks={"greeting": "hello "})
+    options = EngineOptions(context_tokens=48, chunk_tokens=(16,), decode_block=4, buckets_bytes=0)
+    contexts = ContextOptions(folder=folder / "contexts")
+    with contextlib.closing(LLMService.open(path, options=options, contexts=contexts)) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def encoder_decoder(t5):
+    adapters = Adapters(t5.engine.model)
+    turns = live_turns(t5, adapters, lambda app: AppLimits())
+    made = make_executor(t5, adapters=adapters, contexts=turns)
+    made.start()
+    yield made
+    made.stop(0)
+
+
+def asked(*messages, tools=()):
+    return Conversation(
+        messages=tuple({"role": role, "content": text} for role, text in messages), tools=tools
+    )
+
+
+def test_sources_are_answered_in_turns(encoder_decoder, t5):
+    sources = ["hello there, hello there", "hello\nyou", "hello"]
+    prompts = [sources[0], asked(("system", "hello"), ("user", "you")), asked(("user", "hello"))]
+    calls = [call(each) for each in prompts]
+    # One with an objective, whose words might be dropped.
+    calls[2] = dataclasses.replace(calls[2], objective=Latency(ttft_ms=1e6, tpot_ms=1e6), shorten=True)
+    # The same again takes no cache of the first time.
+    for _ in range(2):
+        for source, events in zip(sources, together(encoder_decoder, *calls), strict=True):
+            assert written(events)[1] == t5.engine.stream(source, call().config).result().tokens
+    assert len(encoder_decoder.sessions) == 0
+
+
+def test_calls_and_prompts_name_a_task(encoder_decoder, t5):
+    plain = call("you")
+    config = dataclasses.replace(plain.config, task="greeting")
+    calls = [dataclasses.replace(call(each), config=config) for each in ("you", asked(("user", "you")))]
+    wanted = t5.engine.stream("hello you", plain.config).result().tokens
+    for events in together(encoder_decoder, *calls, dataclasses.replace(calls[1], shorten=True)):
+        assert written(events)[1] == wanted
+    farewell = dataclasses.replace(config, task="farewell")
+    for wrong, what in (
+        (dataclasses.replace(plain, config=farewell), "the model has no task 'farewell': there are greeting"),
+        (call(asked(("user", "a"), ("assistant", "b"), ("user", "c"))), "no later turns"),
+        (call(asked(("user", "a"), tools=({"name": "f"},))), "tools are not for encoder-decoders"),
+        (call(asked(("user", " "))), "the source is empty"),
+    ):
+        with pytest.raises(ConfigError, match=what):
+            together(encoder_decoder, wrong)
+
+
+def test_contexts_go_on_with_what_the_decoder_says(t5, encoder_decoder):
+    contexts = encoder_decoder.contexts
+    name = contexts.create("mail").name
+
+    def turn(prompt, **more):
+        (events,) = together(encoder_decoder, call(prompt, context=name, **more))
+        return [each for each in events if not isinstance(each, Piece)][-2:]
+
+    first, ended = turn(asked(("user", "quick you")))
+    source = t5.engine.tokenizer.encode("the quick you")
+    assert (first.prompt_tokens, first.context_tokens) == (len(source), 0)
+    assert t5.contexts.record("mail", name).source == tuple(source)
+    said = t5.engine.tokenizer.encode("you", add_special_tokens=False)
+    for prompt in ("you", asked(("assistant", "you"))):
+        before = len(source) + ended.context_tokens
+        second, ended = turn(prompt)
+        assert (second.prompt_tokens, second.context_tokens) == (before + len(said), before)
+        assert second.reused_tokens == before - len(source) - 1
+    tokens = t5.contexts.record("mail", name).tokens
+    request = t5.engine.request(tokens[: -ended.tokens], call().config, source=source)
+    assert tuple(t5.engine.submit(request).result().tokens) == tokens[-ended.tokens :]
+    with pytest.raises(ConfigError, match="has one source, its first turn's"):
+        turn(asked(("user", "hello")))
+    # From the beginning, and in the middle of what it said.
+    for count, prompt in ((0, asked(("user", "you"))), (3, asked(("assistant", "you")))):
+        _, fork = turn(prompt, context_tokens=count)
+        record = t5.contexts.record("mail", fork.context)
+        assert (fork.context != name, record.source == tuple(source)) == (True, count > 0)

@@ -1,22 +1,40 @@
 """Metrics: what is counted comes out, labels are bounded, and figures that are missing are no error. The page
-that reads them: who may, what it shows in a browser, and what it never does."""
+that reads them: who may, and what it never does. Access records: every request has one, with its calls, its
+end and its name. Logs: one object a line, with the request that it belongs to, and nothing that was said."""
 
+import asyncio
 import contextlib
 import dataclasses
+import html
+import json
+import logging
+import os
 import re
+import shutil
 import socket
+import subprocess
+import sys
+import threading
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 
+from jaxllm.serving.server import logs
+from jaxllm.serving.server import metrics as metrics_of
 from jaxllm.serving.server.job import Dispatch
+from jaxllm.serving.server.logs import (
+    AccessLogged,
+    Served,
+    access_record,
+    request_id_of,
+)
 from jaxllm.serving.server.metrics import _FILES, _FOLDER, POLICY, Metrics, metric_routes
-from tests.serving.server.browser import CHROMIUM, Browser
-from tests.serving.server.fake_figures import ENDED, FIGURES, STARTED
-from tests.serving.server.running import running
+from tests.serving.server.services import ENDED, FIGURES, STARTED, running
 
 
 def values(metrics):
@@ -43,34 +61,26 @@ def used(snapshot=dict):
 
 
 def test_a_call_from_its_first_to_its_last_event():
-    got, app = values(used()), ("app", "mail")
+    got, app, decoding = values(used()), ("app", "mail"), ("kind", "decode")
     assert values(Metrics(dict)) == {}, "services share nothing"
-    assert got["jaxllm_calls_accepted_total", app] == 1
-    assert got["jaxllm_calls_refused_total", app, ("reason", "full")] == 1
-    assert got["jaxllm_calls_failed_total", app, ("kind", "ContextGone")] == 1
-    assert got["jaxllm_calls_cancelled_total", app] == 1
-    assert got["jaxllm_calls_ended_total", app, ("finish_reason", "stop")] == 1
-    assert got["jaxllm_objectives_total", app, ("met", "true")] == 1
-    assert got["jaxllm_plans_total", ("level", "70"), ("source", "proposed")] == 1
-    assert got["jaxllm_prompt_tokens_total", app] == 120
-    assert got["jaxllm_kept_tokens_total", app] == 96
-    assert got["jaxllm_reused_tokens_total", app] == 64
-    assert got["jaxllm_answer_tokens_total", app] == 21
-    assert got["jaxllm_drafted_tokens_total", app] == 10
-    assert got["jaxllm_ttft_seconds_sum", app] == pytest.approx(0.2)
-    assert got["jaxllm_ttft_seconds_bucket", app, ("le", "0.2")] == 1
-    assert got["jaxllm_ttft_seconds_bucket", app, ("le", "0.1")] == 0
-    assert got["jaxllm_engine_ttft_seconds_sum", app] == pytest.approx(0.18)
-    assert got["jaxllm_tpot_seconds_sum", app] == pytest.approx(0.03)
-    assert got["jaxllm_queue_wait_seconds_sum", app] == pytest.approx(0.012)
-    assert got["jaxllm_batch_rows_sum", ("kind", "decode")] == 3
-    assert got["jaxllm_dispatch_seconds_sum", ("kind", "decode")] == pytest.approx(0.04)
-    assert got["jaxllm_dispatched_tokens_total", ("kind", "decode")] == 12
-    assert got["jaxllm_prefill_chunks_total", ("mode", "int8"), ("tokens", "64")] == 1
+    wanted = {
+        ("calls_accepted_total", app): 1, ("calls_refused_total", app, ("reason", "full")): 1,
+        ("calls_failed_total", app, ("kind", "ContextGone")): 1, ("calls_cancelled_total", app): 1,
+        ("calls_ended_total", app, ("finish_reason", "stop")): 1,
+        ("objectives_total", app, ("met", "true")): 1,
+        ("plans_total", ("level", "70"), ("source", "proposed")): 1, ("prompt_tokens_total", app): 120,
+        ("kept_tokens_total", app): 96, ("reused_tokens_total", app): 64, ("answer_tokens_total", app): 21,
+        ("drafted_tokens_total", app): 10, ("ttft_seconds_sum", app): 0.2,
+        ("ttft_seconds_bucket", app, ("le", "0.2")): 1, ("ttft_seconds_bucket", app, ("le", "0.1")): 0,
+        ("engine_ttft_seconds_sum", app): 0.18, ("tpot_seconds_sum", app): 0.03,
+        ("queue_wait_seconds_sum", app): 0.012, ("batch_rows_sum", decoding): 3,
+        ("dispatch_seconds_sum", decoding): 0.04, ("dispatched_tokens_total", decoding): 12,
+        ("prefill_chunks_total", ("mode", "int8"), ("tokens", "64")): 1,
+    }  # fmt: skip
+    wanted = {(f"jaxllm_{name}", *labels): value for (name, *labels), value in wanted.items()}
+    assert {key: got[key] for key in wanted} == pytest.approx(wanted)
     assert not [key for key in got if key[0] == "jaxllm_prefill_chunks_total" and ("tokens", "0") in key]
-
-
-def test_answers_without_objective_and_of_one_token():
+    # Answers without an objective, and of one token.
     metrics = Metrics(dict)
     metrics.report(dataclasses.replace(ENDED, met=None, tokens=1), "mail")
     names = {key[0] for key in values(metrics)}
@@ -79,33 +89,31 @@ def test_answers_without_objective_and_of_one_token():
 
 
 def test_figures_become_gauges():
-    got = values(Metrics(lambda: FIGURES))
-    assert got["jaxllm_queue_calls",] == 2
-    assert got["jaxllm_queue_oldest_seconds",] == pytest.approx(0.084)
-    assert got["jaxllm_running_calls", ("app", "mail"), ("level", "70")] == 2
-    assert got["jaxllm_memory_bytes",] == 1710 << 20
-    assert got["jaxllm_memory_limit_bytes",] == 2048 << 20
-    assert got["jaxllm_holding_size_bytes", ("holding", "weights")] == 912 << 20
-    assert got["jaxllm_holding_limit_bytes", ("holding", "contexts")] == 256 << 20
+    got, app = values(Metrics(lambda: FIGURES)), ("app", "mail")
+    wanted = {
+        ("queue_calls",): 2, ("queue_oldest_seconds",): 0.084, ("running_calls", app, ("level", "70")): 2,
+        ("memory_bytes",): 1710 << 20, ("memory_limit_bytes",): 2048 << 20,
+        ("holding_size_bytes", ("holding", "weights")): 912 << 20,
+        ("holding_limit_bytes", ("holding", "contexts")): 256 << 20, ("contexts", app): 14,
+        ("context_stored_bytes", app): 88 << 20, ("context_chunks", app, ("bits", "2")): 301,
+        ("expert_visits_total",): 120_400, ("expert_hit_rate",): 109_322 / 120_400,
+        ("read_bytes_total", ("what", "contexts")): 310 << 20, ("grammars_total", ("outcome", "ended")): 2,
+    }  # fmt: skip
+    wanted = {(f"jaxllm_{name}", *labels): value for (name, *labels), value in wanted.items()}
+    assert {key: got[key] for key in wanted} == pytest.approx(wanted)
     assert ("jaxllm_holding_limit_bytes", ("holding", "weights")) not in got
-    assert got["jaxllm_contexts", ("app", "mail")] == 14
-    assert got["jaxllm_context_stored_bytes", ("app", "mail")] == 88 << 20
-    assert got["jaxllm_context_chunks", ("app", "mail"), ("bits", "2")] == 301
-    assert got["jaxllm_expert_visits_total",] == 120_400
-    assert got["jaxllm_expert_hit_rate",] == pytest.approx(109_322 / 120_400)
-    assert got["jaxllm_read_bytes_total", ("what", "contexts")] == 310 << 20
-    assert got["jaxllm_grammars_total", ("outcome", "ended")] == 2
     # What is missing is no error, nor is no visit.
     none = values(Metrics(lambda: {"experts": {"visits": 0, "hits": 0}}))
     assert "jaxllm_expert_hit_rate" not in {key[0] for key in none}
 
 
-def test_apps_beyond_the_limit_are_one_label():
+def test_apps_and_kinds_beyond_the_limit_are_one_label_and_names_are_escaped(monkeypatch):
     figures = {
         "running": {f"app {at}": {100: 1} for at in range(5)},
         "contexts": {f"app {at}": {"contexts": 2, "chunks": {"8": 3}} for at in range(5)},
     }
-    metrics = Metrics(lambda: figures, most_apps=2)
+    monkeypatch.setattr(metrics_of, "_MOST_APPS", 2)
+    metrics = Metrics(lambda: figures)
     for at in range(5):
         metrics.count("calls_accepted", f"app {at}")
     got = values(metrics)
@@ -114,9 +122,7 @@ def test_apps_beyond_the_limit_are_one_label():
     assert got["jaxllm_running_calls", ("app", "other"), ("level", "100")] == 3
     assert got["jaxllm_contexts", ("app", "other")] == 6
     assert got["jaxllm_context_chunks", ("app", "other"), ("bits", "8")] == 9
-
-
-def test_kinds_of_errors_are_bounded_and_names_are_escaped():
+    # Kinds of errors are bounded, too, and names are escaped.
     metrics = Metrics(dict)
     for at in range(100):
         metrics.count("calls_failed", 'a"\n{}', f"Error{at}")
@@ -131,16 +137,17 @@ def test_the_guide_names_metrics_that_exist():
     assert {name for name in named if not {name, f"{name}_count"} & known} == set()
 
 
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 HOSTILE = '<img src=x onerror="document.title=1">'
 
 
 @contextlib.contextmanager
-def serving(metrics):
-    """The address of a server whose operators have the key `sesame`."""
+def serving(metrics, key=b"Bearer sesame"):
+    """The address of a server whose operators have a key; empty for any caller."""
     routes = Starlette(routes=metric_routes(metrics))
 
     async def app(scope, receive, send):
-        scope["jaxllm.operator"] = (b"authorization", b"Bearer sesame") in scope["headers"]
+        scope["jaxllm.operator"] = not key or (b"authorization", key) in scope["headers"]
         await routes(scope, receive, send)
 
     with (
@@ -163,26 +170,17 @@ def test_operators_read_metrics_and_anyone_loads_the_page():
 
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_it_asks_for_a_key_and_shows_metrics_as_text(tmp_path):
-    metrics, browser = Metrics(lambda: FIGURES), Browser(tmp_path)
-    metrics.count("calls_accepted", HOSTILE)
+def test_a_browser_shows_metrics_as_text(tmp_path):
+    metrics = Metrics(lambda: FIGURES)
     metrics.report(STARTED, HOSTILE)
     metrics.report(ENDED, HOSTILE)
-    with serving(metrics) as address:
-        browser.view(390, 844)
-        browser.open(address)
-        browser.wait("document.getElementById('key-form')?.hidden === false")
-        browser.value("document.getElementById('key').value = 'sesame'")
-        browser.value("document.querySelector('#key-form button').click()")
-        browser.wait("document.getElementById('state').textContent === 'Ready'")
-        assert browser.value("document.getElementById('key-form').hidden")
-        assert HOSTILE in browser.value("document.getElementById('apps').textContent")
-        assert "200 ms" in browser.value("document.getElementById('apps').textContent")
-        assert "912.0 MiB" in browser.value("document.getElementById('memory').textContent")
-        assert browser.value("document.querySelectorAll('main img').length") == 0
-        assert browser.value("document.title") != "1"
-        assert browser.value("document.documentElement.scrollWidth") == 390
-    browser.close()
+    flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom")
+    with serving(metrics, key=b"") as address:
+        command = [CHROMIUM, *flags, f"--user-data-dir={tmp_path}", address]
+        page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    for text in ("Ready", html.escape(HOSTILE, quote=False), "200 ms", "912.0 MiB"):
+        assert text in page
+    assert "<img" not in page
 
 
 def test_the_page_needs_nothing_from_elsewhere():
@@ -197,3 +195,222 @@ def test_the_page_needs_nothing_from_elsewhere():
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\sstyle=|\son\w+=", text
         )
     assert (_FOLDER / "index.html").read_text(encoding="utf-8").count("<script") == 1
+
+
+@pytest.fixture
+def records(caplog):
+    caplog.set_level(logging.INFO)
+    return lambda: caplog.records
+
+
+def run(app, *, path="/v1/models", headers=(), **scope):
+    """The messages that an app sends to a request."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    own = {"type": "http", "method": "GET", "path": path, "headers": list(headers), **scope}
+    asyncio.run(AccessLogged(app)(own, receive, send))
+    return sent
+
+
+def answering(status, **more):
+    async def app(scope, receive, send):
+        scope.update(more)
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    return app
+
+
+def job(outcome="cancelled", tokens=0, started=None, ended=None):
+    return SimpleNamespace(outcome=outcome, read_tokens=tokens, started=started, ended=ended)
+
+
+def request_of(request_id, app):
+    return Served(request_id, {"jaxllm.app": app})
+
+
+def record_of(*calls, path="/", status=200, total_ms=1.0):
+    served = request_of("r1", "mail")
+    served.calls += calls
+    return access_record(served, method="POST", path=path, status=status, total_ms=total_ms)
+
+
+def test_a_record_and_one_of_several_calls_of_which_one_was_cut_short():
+    whole = record_of(job("ended", 21, STARTED, ENDED), path="/v1/completions", total_ms=812.44)
+    assert whole == {
+        "request_id": "r1", "app": "mail", "method": "POST", "path": "/v1/completions", "status": 200,
+        "outcome": "ended", "total_ms": 812.4, "tokens": 21, "level_percent": 70, "plan": "proposed",
+        "prompt_tokens": 120, "kept_tokens": 96, "reused_tokens": 64, "queued_ms": 12.0,
+        "finish_reason": "stop", "ttft_ms": 200.0, "tpot_ms": 30.0, "met": True,
+    }  # fmt: skip
+    told = record_of(job(tokens=5, started=STARTED), job("NotFinite", 2))
+    assert (told["calls"], told["tokens"], told["outcome"]) == (2, 7, "NotFinite")
+    assert "finish_reason" not in told
+
+
+def test_outcomes(records):
+    for status, outcome in ((200, "cancelled"), (429, "refused"), (499, "cancelled")):
+        # A call that was cancelled: by its client, or because another of the request was refused.
+        assert record_of(job(), status=status)["outcome"] == outcome
+    ends = {200: "ended", 404: "refused", 503: "refused", 500: "failed", 499: "cancelled"}
+    for status, outcome in ends.items():
+        # A request without calls.
+        sent = run(answering(status, **{"jaxllm.app": "notes"}))
+        told = records()[-1]
+        assert (told.status, told.outcome, told.app) == (status, outcome, "notes")
+        assert (b"x-request-id", told.request_id.encode()) in sent[0]["headers"]
+
+
+def test_probes_are_told_to_who_debugs_and_what_clients_choose_in_paths_to_nobody(records, caplog):
+    run(answering(200, path_params={"name": "my diary"}), path="/v1/contexts/my diary/pin")
+    run(answering(404), path="/" + 999 * "x")
+    assert [each.path for each in records()] == ["/v1/contexts/{name}/pin", "/" + 199 * "x"]
+    for path in ("/health", "/ready", "/metrics"):
+        run(answering(200), path=path)
+    assert [each.path for each in records()[2:]] == ["/metrics"]
+    caplog.set_level(logging.DEBUG)
+    run(answering(503), path="/ready")
+    assert records()[-1].status == 503
+
+
+def test_an_error_is_answered_and_raised_where_the_answer_has_begun(records):
+    begins = False
+
+    async def failing(scope, receive, send):
+        assert logs.CURRENT.get().request_id == scope["state"]["request_id"]
+        if begins:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise OSError("secret")
+
+    start, body = run(failing)
+    assert (start["status"], b"secret" in body["body"]) == (500, False)
+    assert (records()[-1].outcome, records()[-1].status) == ("failed", 500)
+    begins = True
+    with pytest.raises(OSError, match="secret"):
+        run(failing)
+    assert (records()[-1].outcome, records()[-1].status) == ("OSError", 200)
+    assert logs.CURRENT.get() is None
+
+    # Names that are not clean are replaced.
+    name = (b"x-request-id", b"Mail-7.a_b")
+    assert request_id_of({"headers": [name]}) == "Mail-7.a_b"
+    assert request_id_of({"headers": [name, name]}) != "Mail-7.a_b"
+    for given in (b"", b"a b", b"x" * 65, b"a\r\nb", "ä".encode(), b'a"b'):
+        assert request_id_of({"headers": [(b"x-request-id", given)]}) != given.decode("latin-1")
+
+
+@pytest.fixture(autouse=True)
+def busy_machine(monkeypatch):
+    """Whose threads may run late."""
+    monkeypatch.setattr(logs, "_FLUSH_S", 120.0)
+
+
+@pytest.fixture
+def lines(tmp_path):
+    path = tmp_path / "log"
+    with path.open("w") as stream, logs.writing_logs(stream) as handler:
+
+        def written():
+            handler.flush()
+            return [json.loads(line) for line in path.read_text().splitlines()]
+
+        yield written
+
+
+def test_a_record_an_error_or_a_warning_is_one_line_and_long_texts_have_an_end(lines):
+    token = logs.CURRENT.set(request_of("r1", "mail"))
+    logging.getLogger("serving.x").warning("a\nforged: %s\x1b[0m\u2028", "b", extra={"chunks": 3, "time": 0})
+    logs.CURRENT.reset(token)
+    logging.getLogger("jaxllm").info("later")
+    logging.getLogger("jaxllm").debug("not written")
+    try:
+        raise ValueError("x" * 50_000)
+    except ValueError:
+        logging.getLogger("jaxllm").exception("y" * 50_000)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(True)
+        warnings.warn("of a library", stacklevel=1)
+    first, second, error, told = lines()
+    assert first.pop("time").endswith("Z")
+    assert first == {
+        "level": "warning", "logger": "serving.x", "message": "a\nforged: b\x1b[0m\u2028", "request_id": "r1",
+        "app": "mail", "chunks": 3,
+    }  # fmt: skip
+    assert (second["message"], "request_id" in second) == ("later", False)
+    assert (len(error["message"]), len(error["error"]), error["level"]) == (4000, 16_000, "error")
+    assert (told["logger"], told["level"]) == ("py.warnings", "warning")
+    assert "of a library" in told["message"]
+
+
+def test_tasks_and_threads_name_the_calls_that_they_serve(lines):
+    async def work(name):
+        logs.CURRENT.set(request_of(name, f"app of {name}"))
+        await asyncio.sleep(0)
+        logging.getLogger("serving").info("works")
+
+    async def both():
+        await asyncio.gather(work("r1"), work("r2"))
+
+    asyncio.run(both())
+    told = [(each["request_id"], each["app"]) for each in lines()]
+    assert told == [("r1", "app of r1"), ("r2", "app of r2")]
+    own = (("r1.a", "mail"), ("r1.b", "mail"), ("r2.a", "notes"))
+    calls = [SimpleNamespace(app=app, call=SimpleNamespace(request_id=name)) for name, app in own]
+    logging.getLogger("serving").error("failed", extra=logs.named(calls))
+    line = lines()[-1]
+    assert (line["request_id"], line["app"]) == ("r1.a r1.b r2.a", "mail notes")
+
+
+def test_nobody_waits_for_a_log_that_is_not_read(monkeypatch):
+    """A full pipe, as of a supervisor that has stopped: calls go on, and the reader learns what it missed."""
+    monkeypatch.setattr(logs, "_MOST_WAITING", 200)
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as out, os.fdopen(writing, "w") as stream:
+        with logs.writing_logs(stream) as handler:
+            # Nobody reads yet: one that waited would wait for ever.
+            for number in range(2000):
+                logging.getLogger("serving").info("x" * 200, extra={"number": number})
+            assert 0 < handler.dropped < 2000
+            found = [json.loads(out.readline()) for _ in range(2)]
+            reader = threading.Thread(target=lambda: found.extend(json.loads(line) for line in out))
+            reader.start()
+        stream.close()
+        reader.join(20)
+    missed = [each for each in found if "dropped" in each]
+    written = [each["number"] for each in found if "number" in each]
+    assert written == sorted(written)
+    assert len(written) + sum(each["dropped"] for each in missed) == 2000
+    assert "were dropped" in missed[0]["message"]
+
+
+def test_a_log_that_is_never_read_does_not_stop_the_end():
+    code = """
+import logging, sys
+from jaxllm.serving.server import logs
+with logs.writing_logs(sys.stderr):
+    for _ in range(1000):
+        logging.getLogger("serving").info("x" * 1000)
+print("ends", flush=True)
+"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        try:
+            assert process.wait(60) == 0
+            assert process.communicate()[0] == "ends\n"
+        finally:
+            process.kill()
+
+
+def test_a_reader_that_leaves_costs_its_lines_alone():
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream, logs.writing_logs(stream) as handler:
+        os.close(reading)
+        logging.getLogger("serving").info("to nobody")
+    assert handler.dropped == 1

@@ -1,7 +1,6 @@
 """The packages that apps have get whole and streamed answers."""
 
 import contextlib
-import functools
 import json
 
 import anthropic
@@ -10,8 +9,7 @@ import ollama
 import openai
 import pytest
 
-from tests.serving.server.api.conftest import Served
-from tests.serving.server.api.fake import FakeBackend
+from tests.serving.server.api.conftest import FakeBackend, Served
 
 HI = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
@@ -81,9 +79,8 @@ def test_an_answer_cut_in_its_second_call_says_so_in_all_formats(
     served: Served, stop_string: str | None
 ) -> None:
     served.backend = FakeBackend(*CUT, template="<tool_call>")
-    served.backend.finish_reason = "length" if stop_string is None else "stop"
     served.backend.stop_string = stop_string
-    expected = "length" if stop_string is None else "stop"
+    served.backend.finish_reason = expected = "length" if stop_string is None else "stop"
     tool = {"name": "find", "input_schema": {"type": "object"}}
     with openai_client(served) as client:
         whole = client.chat.completions.create(model="tiny", messages=HI, tools=[TOOL]).choices[0]
@@ -93,87 +90,63 @@ def test_an_answer_cut_in_its_second_call_says_so_in_all_formats(
             chunks = [each.chunk.choices[0] for each in stream if each.type == "chunk"]
         assert chunks[-1].finish_reason == expected
         assert not any(each.delta.content for each in chunks)
-        made = client.responses.create(
-            model="tiny", input="Hi", tools=[{"type": "function", **TOOL["function"]}]
-        )
+        tools = [{"type": "function", **TOOL["function"]}]
+        made = client.responses.create(model="tiny", input="Hi", tools=tools)
         assert made.status == ("incomplete" if stop_string is None else "completed")
         assert [each.type for each in made.output] == ["function_call"]
     with anthropic_client(served) as client:
         reason = "max_tokens" if stop_string is None else "stop_sequence"
         with client.messages.stream(model="tiny", max_tokens=5, messages=HI, tools=[tool]) as stream:
-            streamed = stream.get_final_message()
-        for message in (
-            streamed, client.messages.create(model="tiny", max_tokens=5, messages=HI, tools=[tool])
-        ):  # fmt: skip
-            assert (message.stop_reason, message.stop_sequence) == (reason, stop_string)
-            assert [each.type for each in message.content] == ["tool_use"]
+            message = stream.get_final_message()
+        assert (message.stop_reason, message.stop_sequence) == (reason, stop_string)
+        assert [each.type for each in message.content] == ["tool_use"]
     with ollama_client(served) as client:
         answer = client.chat("tiny", HI, tools=[TOOL])
         assert (answer.done_reason, answer.message.content) == (expected, "")
 
 
 def test_the_models_own_sampling_is_every_formats_default(served: Served) -> None:
+    chat, advised = {"messages": HI}, (0.6, 20, 1.0, 1.1)
     served.backend.sampling = {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
-
-    def sampling() -> tuple[float, int, float, float]:
+    for path, body, expected in (
+        ("/v1/chat/completions", chat, advised),
+        ("/v1/chat/completions", chat | {"temperature": 0, "top_p": 0.9}, (0, 20, 0.9, 1.1)),
+        ("/v1/completions", {"prompt": "Hi", "top_k": 0}, (0.6, 0, 1.0, 1.1)),
+        ("/v1/responses", {"input": "Hi"}, advised), ("/v1/messages", chat | {"max_tokens": 5}, advised),
+        ("/api/chat", chat | {"model": "tiny", "options": {"repeat_penalty": 1.3}}, (0.6, 20, 1.0, 1.3)),
+        ("/api/chat", chat | {"model": "tiny"}, (0.8, 0, 1.0, 1.0)),
+    ):  # fmt: skip
+        if expected[0] == 0.8:
+            served.backend.sampling = {}
+        assert served.post(path, body).status_code == 200
         found = served.backend.calls[-1].config.sampling
-        return found.temperature, found.top_k, found.top_p, found.repetition_penalty
-
-    advised = (0.6, 20, 1.0, 1.1)
-    with openai_client(served) as client:
-        client.chat.completions.create(model="tiny", messages=HI)
-        assert sampling() == advised
-        client.chat.completions.create(model="tiny", messages=HI, temperature=0, top_p=0.9)
-        assert sampling() == (0, 20, 0.9, 1.1)
-        client.completions.create(model="tiny", prompt="Hi", extra_body={"top_k": 0})
-        assert sampling() == (0.6, 0, 1.0, 1.1)
-        made = client.responses.create(model="tiny", input="Hi")
-        assert (sampling(), made.temperature, made.top_p) == (advised, 0.6, 1.0)
-    with anthropic_client(served) as client:
-        client.messages.create(model="tiny", max_tokens=5, messages=HI)
-        assert sampling() == advised
-    with contextlib.closing(ollama_client(served)) as client:
-        client.chat("tiny", HI, options={"repeat_penalty": 1.3})
-        assert sampling() == (0.6, 20, 1.0, 1.3)
-        served.backend.sampling = {}
-        client.chat("tiny", HI)
-        assert sampling() == (0.8, 0, 1.0, 1.0)
+        assert (found.temperature, found.top_k, found.top_p, found.repetition_penalty) == expected
 
 
 def test_promises_about_calls_are_kept(served: Served) -> None:
     served.backend = FakeBackend(*CALLING, template="<tool_call>")
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    plain = {"type": "function", "function": {"name": "find", "parameters": schema}}
-    strict = {"type": "function", "function": {"name": "find", "parameters": schema, "strict": True}}
-
-    def grammar() -> str:
-        found = served.backend.calls[-1].config.grammar
-        return "" if found is None else found.text
-
-    with openai_client(served) as client:
-        ask = functools.partial(client.chat.completions.create, model="tiny", messages=HI)
-        ask(tools=[plain])
-        assert not grammar()
-        ask(tools=[strict])
-        assert ")* TEXT" in grammar()
-        assert '"required": ["n"]' in grammar()
-        ask(tools=[plain], parallel_tool_calls=False)
-        assert ")* TEXT" not in grammar()
-        assert '"required": ["n"]' not in grammar()
-        client.responses.create(model="tiny", input="Hi", tools=[{"type": "function", **strict["function"]}])
-        assert '"required": ["n"]' in grammar()
-    with anthropic_client(served) as client:
-        tool = {"name": "find", "input_schema": schema}
-        ask = functools.partial(client.messages.create, model="tiny", max_tokens=5, messages=HI)
-        ask(tools=[{**tool, "strict": True}])
-        assert '"required": ["n"]' in grammar()
-        ask(tools=[tool], tool_choice={"type": "auto", "disable_parallel_tool_use": True})
-        assert grammar()
-        ask(tools=[tool], tool_choice={"type": "auto", "disable_parallel_tool_use": False})
-        assert not grammar()
-        for choice in ({"type": "auto", "parallel": 1}, {"type": "some"}):
-            with pytest.raises(anthropic.BadRequestError, match="tool_choice"):
-                ask(tools=[tool], tool_choice=choice)
+    function, tool = {"name": "find", "parameters": schema}, {"name": "find", "input_schema": schema}
+    strict, plain = function | {"strict": True}, [{"type": "function", "function": function}]
+    own, single = {"messages": HI, "max_tokens": 5}, {"type": "auto", "disable_parallel_tool_use": True}
+    # Whether a grammar has the schema; None without a grammar.
+    for path, body, expected in (
+        ("/v1/chat/completions", {"messages": HI, "tools": plain}, None),
+        ("/v1/chat/completions", {"messages": HI, "tools": [plain[0] | {"function": strict}]}, True),
+        ("/v1/chat/completions", {"messages": HI, "tools": plain, "parallel_tool_calls": False}, False),
+        ("/v1/chat/completions", {"messages": HI, "tools": plain, "tool_choice": "required"}, True),
+        ("/v1/responses", {"input": "Hi", "tools": [{"type": "function", **strict}]}, True),
+        ("/v1/messages", own | {"tools": [tool | {"strict": True}]}, True),
+        ("/v1/messages", own | {"tools": [tool], "tool_choice": single}, False),
+        ("/v1/messages", own | {"tools": [tool], "tool_choice": {"type": "auto"}}, None),
+    ):
+        answer = served.post(path, body)
+        assert answer.status_code == 200, answer.text
+        grammar = served.backend.calls[-1].config.grammar
+        assert (None if grammar is None else '"required": ["n"]' in grammar.text) is expected, body
+    for choice in ({"type": "auto", "parallel": 1}, {"type": "some"}):
+        answer = served.post("/v1/messages", own | {"tools": [tool], "tool_choice": choice})
+        assert "tool_choice" in answer.json()["error"]["message"]
 
 
 def test_openai_completions_embeddings_models(served: Served) -> None:

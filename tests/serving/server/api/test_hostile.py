@@ -13,8 +13,7 @@ from jaxllm.serving.server.api.ollama import GenerateBody
 from jaxllm.serving.server.api.openai import CHAT_NEUTRAL, ChatBody, CompletionBody
 from jaxllm.serving.server.api.responses import NEUTRAL as RESPONSE_NEUTRAL
 from jaxllm.serving.server.api.responses import ResponseBody
-from tests.serving.server.api.conftest import Served
-from tests.serving.server.api.fake import FakeBackend
+from tests.serving.server.api.conftest import FakeBackend, Served
 
 STATUSES = {200, 201, 400, 401, 404, 405, 408, 409, 413, 422, 429, 503, 507}
 # Stands for a response that is there.

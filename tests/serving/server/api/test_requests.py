@@ -14,37 +14,35 @@ from jaxllm.errors import (
     TemplateError,
 )
 from jaxllm.serving.elastic.objectives import EndToEnd, Latency
-from jaxllm.serving.server.api.params import objective_of
+from jaxllm.serving.guided.compiler import GrammarLate
+from jaxllm.serving.server.api.answers import objective_of
 from jaxllm.serving.server.api.requests import ApiState
 from jaxllm.serving.server.calls import ContextBusy, Refused
-from tests.serving.server.api.conftest import Served
-from tests.serving.server.api.fake import FakeBackend
-from tests.serving.server.talking import until
+from tests.serving.server.api.conftest import FakeBackend, Served
+from tests.serving.server.services import until
 
 HI = [{"role": "user", "content": "Hi"}]
 CHAT = {"model": "tiny", "messages": HI}
 TOOL = {"type": "function", "function": {"name": "find"}}
+ERRORS = [
+    (ConfigError("x"), 400), (TemplateError("x"), 400), (ContextOverflow("x"), 400), (ContextGone("x"), 404),
+    (ContextBusy("x"), 409), (ObjectiveMissed("x"), 422), (BudgetExceeded("x"), 507),
+    (Refused("x", reason="full", retry_after_s=2.5), 429), (Refused("x", reason="loading"), 503),
+    (Refused("x", reason="budget"), 507), (Refused("x", reason="failed"), 503), (GrammarLate("x"), 503),
+    (RuntimeError("a secret"), 500), (CheckpointError("a secret path"), 500),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (ConfigError("x"), 400), (TemplateError("x"), 400), (ContextOverflow("x"), 400), (ContextGone("x"), 404),  # noqa: E501
-        (ContextBusy("x"), 409), (ObjectiveMissed("x"), 422), (BudgetExceeded("x"), 507),
-        (Refused("x", reason="full", retry_after_s=2.5), 429), (Refused("x", reason="loading"), 503),
-        (Refused("x", reason="budget"), 507), (RuntimeError("a secret"), 500),
-        (Refused("x", reason="failed"), 503), (CheckpointError("a secret path"), 500),
-    ],
-)  # fmt: skip
-def test_statuses_of_errors(served: Served, error: Exception, status: int) -> None:
-    for where, stream in (("error", False), ("error", True), ("refusal", False), ("refusal", True)):
-        served.backend = FakeBackend()
-        setattr(served.backend, where, error)
-        answer = served.post("/v1/chat/completions", CHAT | {"stream": stream})
-        assert answer.status_code == status, (where, stream)
-        assert {*answer.json()["error"]} == {"message", "type", "param", "code"}
-        assert ("retry-after" in answer.headers) == (status in (429, 503))
-        assert "secret" not in answer.text
+def test_statuses_of_errors(served: Served) -> None:
+    for error, status in ERRORS:
+        for where, stream in (("error", False), ("error", True), ("refusal", False), ("refusal", True)):
+            served.backend = FakeBackend()
+            setattr(served.backend, where, error)
+            answer = served.post("/v1/chat/completions", CHAT | {"stream": stream})
+            assert answer.status_code == status, (where, stream)
+            assert {*answer.json()["error"]} == {"message", "type", "param", "code"}
+            assert ("retry-after" in answer.headers) == (status in (429, 503))
+            assert "secret" not in answer.text
 
 
 def test_an_error_in_mid_stream_is_told(served: Served) -> None:
@@ -125,13 +123,13 @@ def test_health_texts_and_tokens_are_the_backends(served: Served) -> None:
     assert served.http.get("/props").json()["window_tokens"] == 128
 
 
-@pytest.mark.parametrize("hangs_at", ["prefill", "decode"])
-@pytest.mark.parametrize("stream", [b"false", b"true"])
-@pytest.mark.parametrize(("path", "field"), [(b"chat/completions", b"messages"), (b"responses", b"input")])
-def test_a_client_that_leaves_ends_its_call(
-    served: Served, path: bytes, field: bytes, hangs_at: str, stream: bytes
-) -> None:
+@pytest.mark.parametrize(
+    ("hangs_at", "stream"),
+    [("prefill", b"false"), ("prefill", b"true"), ("decode", b"false"), ("decode", b"true")],
+)
+def test_a_client_that_leaves_ends_its_call(served: Served, hangs_at: str, stream: bytes) -> None:
     served.backend.hangs_at = hangs_at
+    path, field = (b"responses", b"input") if hangs_at == "decode" else (b"chat/completions", b"messages")
     body = b'{"%s": [{"role": "user", "content": "Hi"}], "stream": %s}' % (field, stream)
     head = b"POST /v1/%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % (path, len(body))
     with socket.socket(socket.AF_UNIX) as client:
@@ -149,23 +147,6 @@ def test_a_slow_body_is_let_go(served: Served) -> None:
         client.settimeout(20)
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10\r\n\r\n{")
         assert b" 408 " in client.recv(1000)
-
-
-def test_contexts_are_their_apps_own(served: Served) -> None:
-    made = served.post("/v1/contexts", {"level": 70}, authorization="Bearer a")
-    assert (made.status_code, made.json()["level"]) == (201, 70)
-    name = made.json()["id"]
-    path, mine, other = f"/v1/contexts/{name}", {"authorization": "Bearer a"}, {"authorization": "Bearer b"}
-    told = served.post(f"{path}/generate", CHAT, **mine).json()
-    assert (told["jaxllm"]["context"], told["choices"][0]["message"]["content"]) == (name, "Hello")
-    assert served.post(f"{path}/generate", {"prompt": "x"}, **mine).json()["object"] == "text_completion"
-    assert served.post(f"{path}/pin", {"pinned": True}, **mine).status_code == 200
-    assert served.post(f"{path}/generate", CHAT | {"conversation": "x"}, **mine).status_code == 400
-    two = CHAT | {"conversation": name, "n": 2}
-    assert served.post("/v1/chat/completions", two, **mine).status_code == 400
-    assert served.post(f"{path}/generate", CHAT, **other).status_code == 404
-    assert served.http.get("/v1/contexts", headers=other).json()["data"] == []
-    assert served.http.delete(path, headers=mine).json()["deleted"]
 
 
 def test_objectives_are_read_from_body_and_header() -> None:
@@ -188,10 +169,3 @@ def test_vllms_fields_say_whether_the_last_message_is_continued(served: Served) 
             assert "are opposites" in answer.text
         else:
             assert served.backend.calls[-1].prompt.continue_final is expected
-
-
-def test_forced_calls_have_a_grammar(served: Served) -> None:
-    served.backend = FakeBackend('{"name": "find", "arguments": {}}')
-    answer = served.post("/v1/chat/completions", CHAT | {"tools": [TOOL], "tool_choice": "required"}).json()
-    assert answer["choices"][0]["finish_reason"] == "tool_calls"
-    assert served.backend.calls[0].config.grammar.text.startswith("start: call")
