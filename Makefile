@@ -48,11 +48,10 @@ test-arm: $(VENV)/.dev
 # The formats of other runtimes, in an environment of their own: their converter needs older packages.
 test-export: $(VENV)-export/.ready
 	$(VENV)-export/bin/python -m pytest -p no:anyio --numprocesses auto --maxprocesses 4 --dist loadfile \
-	  tests/export/test_tflite.py tests/export/test_litertlm.py \
-	  tests/export/test_edge_quantizer.py tests/export/test_device.py \
-	  tests/export/test_blocks.py tests/export/test_shadow.py tests/export/test_native.py \
-	  tests/export/test_encoder_decoders.py tests/export/test_tiny_lm.py tests/export/test_adapter_inputs.py \
-	  tests/export/test_npu.py tests/export/test_stages.py tests/export/test_codecs.py tests/export/test_families.py
+	  tests/export/test_tflite.py tests/export/test_litertlm.py tests/export/test_device.py \
+	  tests/export/test_blocks.py tests/export/test_inputs.py tests/export/test_native.py \
+	  tests/export/test_encoder_decoders.py tests/export/test_npu.py tests/export/test_w8a8.py \
+	  tests/export/test_families.py
 
 # Training steps through the compilers of GPUs and TPUs, which need neither, in an environment that has them.
 test-accelerators: $(VENV)-accelerators/.ready

@@ -75,10 +75,8 @@ CONTENTS = {
         modules=(*_TFLITE.modules, "litert_lm_builder", "litert_lm"),
     ),
 }
-# Extra and modules of the formats of plain models.
-_PLAIN = {"hf": ("export", ()), "gguf": ("gguf", ("gguf",))}
-# Static scales are found by running text through a decoder.
-_NOT_ENCODED = "w8a8"
+# Formats of plain models, and their precisions.
+PLAIN = {"hf": ("f32", "bf16", "f16"), "gguf": ("f32", "bf16", "f16", "int8")}
 
 
 def require_contents(kind: str, plan: Any, *, levels: int, adapters: bool = False) -> None:
@@ -135,7 +133,7 @@ def require_family(kind: str, precision: str, cfg: ModelConfig, *, levels: bool 
             f"the {kind} format holds no programs of encoder-decoders, and {cfg.model_type} is one; export "
             f"as {there}"
         )
-    if precision == _NOT_ENCODED:
+    if precision == "w8a8":
         raise ConfigError(
             f"{precision} programs are not made of encoder-decoders, and {cfg.model_type} is one: their "
             "scales are found on a text, by a decoder alone; take --precision int8 or f32"
@@ -148,8 +146,10 @@ def require_format(kind: str) -> None:
     Raises:
       ConfigError: one is not; the message has the command that installs it.
     """
-    extra, modules = _PLAIN[kind] if kind in _PLAIN else (CONTENTS[kind].extra, CONTENTS[kind].modules)
-    require_extra(extra, *modules)
+    if kind in CONTENTS:
+        require_extra(CONTENTS[kind].extra, *CONTENTS[kind].modules)
+    elif kind == "gguf":
+        require_extra(kind, kind)
 
 
 def require_extra(extra: str, *modules: str) -> None:
@@ -158,18 +158,10 @@ def require_extra(extra: str, *modules: str) -> None:
     Raises:
       ConfigError: one is not; the message has the command that installs it.
     """
-    missing = [name for name in modules if not _found(name)]
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed; run "
             f"`pip install 'jaxllm[{extra}]'`, in a virtual environment of its own, for packages of other "
             "extras may exclude it"
         )
-
-
-def _found(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:
-        # The package around it is missing.
-        return False

@@ -108,7 +108,11 @@ def _put_constants(module: Any, weights: Sequence[np.ndarray]) -> None:
     """Replaces the first arguments of a module's `main` by constants."""
     from litert_converter.mlir import ir
 
-    (main,) = [each for each in module.body.operations if _symbol(each) == "main"]
+    (main,) = (
+        each
+        for each in module.body.operations
+        if ir.StringAttr(each.operation.attributes["sym_name"]).value == "main"
+    )
     block = main.regions[0].blocks[0]
     with ir.InsertionPoint.at_block_begin(block):
         for index, weight in enumerate(weights):
@@ -125,15 +129,8 @@ def _put_constants(module: Any, weights: Sequence[np.ndarray]) -> None:
     rest = ir.FunctionType.get(signature.inputs[count:], signature.results)
     operation.attributes["function_type"] = ir.TypeAttr.get(rest)
     if "arg_attrs" in operation.attributes:
-        attributes = ir.ArrayAttr(operation.attributes["arg_attrs"])
-        kept = [attributes[index] for index in range(count, len(attributes))]
+        kept = list(ir.ArrayAttr(operation.attributes["arg_attrs"]))[count:]
         operation.attributes["arg_attrs"] = ir.ArrayAttr.get(kept)
-
-
-def _symbol(operation: Any) -> str:
-    from litert_converter.mlir import ir
-
-    return ir.StringAttr(operation.operation.attributes["sym_name"]).value
 
 
 def _marks_to_calls(module: Any) -> int:
@@ -143,13 +140,11 @@ def _marks_to_calls(module: Any) -> int:
 
     count = 0
 
-    def walk(block: Any) -> None:
+    def walk(regions: Any) -> None:
         nonlocal count
-        for each in list(block.operations):
+        for each in [each for region in regions for block in region.blocks for each in block.operations]:
             operation = each.operation
-            for region in operation.regions:
-                for inner in region.blocks:
-                    walk(inner)
+            walk(operation.regions)
             if operation.name != "stablehlo.composite":
                 continue
             if ir.StringAttr(operation.attributes["name"]).value != FAKE_QUANT:
@@ -171,10 +166,7 @@ def _marks_to_calls(module: Any) -> int:
             operation.erase()
             count += 1
 
-    for function in module.body.operations:
-        for region in function.operation.regions:
-            for block in region.blocks:
-                walk(block)
+    walk(module.operation.regions)
     return count
 
 

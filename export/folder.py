@@ -10,13 +10,13 @@ The device needs Python and the packages in `PACKAGES`, and no JAX.
 """
 
 import contextlib
-import dataclasses
 import json
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -27,12 +27,10 @@ from jaxllm.export.folder_format.manifest import (
     TINY_TOKENIZER,
     TOKENIZER,
     Manifest,
-    Precision,
-    ProgramFormat,
     StoredFile,
     write_tokenizer,
 )
-from jaxllm.export.folder_format.parts import ProgramLevel, StageFacts, adapter_file
+from jaxllm.export.folder_format.parts import ProgramLevel, adapter_file
 from jaxllm.export.folder_format.signature import Signature
 from jaxllm.export.quantized import left_out
 from jaxllm.export.signatures import ExportPlan, tiny_facts
@@ -81,22 +79,13 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield folder
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramKind:
-    """Fields of the `Manifest` that depend on the format of the programs."""
-
-    format: ProgramFormat
-    precision: Precision
-    platforms: tuple[str, ...] = ("cpu",)
-    made_with: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    stages: StageFacts | None = None
-
-
 def finish(
-    folder: Path, subject: Subject, plan: ExportPlan, signatures: list[Signature], kind: ProgramKind
+    folder: Path, subject: Subject, plan: ExportPlan, signatures: list[Signature], **fields: Any
 ) -> Manifest:
-    """Writes tokenizers, adapters and the manifest into the folder of programs."""
-    without = left_out(subject, kind.precision, without_shadow=plan.without_shadow)
+    """Writes tokenizers, adapters and the manifest into the folder of programs; `fields` are those of the
+    manifest that depend on the format."""
+    precision, packages = fields["precision"], fields.pop("made_with", {})
+    without = left_out(subject, precision, without_shadow=plan.without_shadow)
     write_tokenizer(folder / TOKENIZER, subject.tokenizer)
     # Formats without a tiny LM or adapters have no signatures of them.
     tiny = subject.tiny_lm if any(each.kind == "tiny_lm" for each in signatures) else None
@@ -105,15 +94,16 @@ def finish(
     for name, each in () if subject.adapters is None else subject.adapters.arrays.items():
         (folder / adapter_file(name)).write_bytes(each.astype("<f4").tobytes())
     levels = {
-        level: ProgramLevel(cfg=each.cfg, weights={} if kind.format == "tflite" else each.weights)
+        level: ProgramLevel(cfg=each.cfg, weights={} if fields["format"] == "tflite" else each.weights)
         for level, each in subject.levels.items()
     }
     manifest = Manifest(
-        **{**vars(kind), "made_with": {"jaxllm": __version__, "jax": jax.__version__, **kind.made_with}},
+        **fields,
+        made_with={"jaxllm": __version__, "jax": jax.__version__, **packages},
         name=subject.name,
         model=subject.model,
         context_tokens=plan.context_tokens,
-        cache_dtype="bfloat16" if kind.precision == "bf16" else "float32",
+        cache_dtype="bfloat16" if precision == "bf16" else "float32",
         levels=levels,
         signatures=tuple(signatures),
         files={path.name: StoredFile.of(path) for path in sorted(folder.iterdir())},

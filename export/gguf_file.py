@@ -68,7 +68,13 @@ def write_plain_gguf(path: Path, model: PlainModel, precision: str) -> ModelConf
     )
     with temporary_file(path) as (written, _):
         params = model.params(plain, np.dtype(np.float32)).items()
-        write_gguf(written, plain, params, TYPES[precision], _model_keys(model, plain))
+        # Besides the config: name, sampling and tokenizer.
+        keys: dict[str, Any] = {"general.name": model.name}
+        for option, value in model.tokenizer.sampling.items():
+            keys[SAMPLING_KEYS[option]] = value if option == "top_k" else float(value)
+        for key, value in vocabulary_keys(model.tokenizer, plain.vocab_size).items():
+            keys[f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}"] = value
+        write_gguf(written, plain, params, TYPES[precision], keys)
         _require_same(written, model, plain)
         written.replace(path)
     return plain
@@ -105,11 +111,26 @@ def write_gguf(
       keys: further metadata, such as the tokenizer's.
       on_tensor: called with the numbers of tensors written and in all.
     """
-    gguf = import_gguf()
-    name = _DECI if cfg.layer_units else ARCHITECTURES[cfg.model_type]
-    specs, factors, ready = param_specs(cfg), _rope_factors(cfg), dict[str, Any]()
+    gguf, family, own = import_gguf(), architecture(cfg.model_type), ARCHITECTURES[cfg.model_type]
+    name, rope, factors = _DECI if cfg.layer_units else own, cfg.rope, None
+    if rope is not None and (rope.kind == "llama3" or rope.factors):
+        # Divisors of frequencies, `[rotary / 2]`, of the kinds that llama.cpp stores so (Llama 3).
+        plain = dataclasses.replace(rope, kind="default", factors=(), factor=1.0)
+        factors = (inverse_frequencies(plain)[0] / inverse_frequencies(rope)[0]).astype(np.float32)
+    specs, ready = param_specs(cfg), dict[str, Any]()
     order = {param: place for place, param in enumerate(specs)}
-    tensors = sorted(_tensors(cfg).items(), key=lambda each: max(order[param] for param in each[1].params))
+    numbers = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[own], 1)
+    interleaved = family_of(own).interleaved or bool(cfg.layer_units)
+    found = {stored_name(each, names, family): turned(each, interleaved) for each in family.tensors(cfg)}
+    tensors = sorted(found.items(), key=lambda each: max(order[param] for param in each[1].params))
+
+    def type_of(tensor: Tensor) -> Any:
+        matrix = specs[tensor.params[0]].role != "vector"
+        wanted = gguf.GGMLQuantizationType[kind if matrix else "F32"]
+        whole = tensor.shape(specs)[-1] % gguf.GGML_QUANT_SIZES[wanted][0] == 0
+        return wanted if whole else gguf.GGMLQuantizationType.F16
+
     writer = gguf.GGUFWriter(path, name)
     try:
         for key, value in _config_keys(cfg, kind).items():
@@ -118,56 +139,27 @@ def write_gguf(
             _add(writer, key, value)
         if factors is not None:
             writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
-        types = {
-            stored: _type(gguf, tensor.shape(specs), kind, matrix=specs[tensor.params[0]].role != "vector")
-            for stored, tensor in tensors
-        }
         for stored, tensor in tensors:
-            size = gguf.quant_shape_to_byte_shape(tensor.shape(specs), types[stored])
+            size = gguf.quant_shape_to_byte_shape(tensor.shape(specs), type_of(tensor))
             count = int(np.prod(size))
-            writer.add_tensor_info(stored, size, np.dtype(np.uint8), count, raw_dtype=types[stored])
+            writer.add_tensor_info(stored, size, np.dtype(np.uint8), count, raw_dtype=type_of(tensor))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         if factors is not None:
             writer.write_tensor_data(factors)
         arriving = iter(params)
-        for done, (stored, tensor) in enumerate(tensors, start=1):
+        for done, (_, tensor) in enumerate(tensors, start=1):
             while not ready.keys() >= set(tensor.params):
                 ready.update([next(arriving)])
             value = tensor.write(ready, specs).astype(np.float32)
-            writer.write_tensor_data(gguf.quants.quantize(value, types[stored]))
+            writer.write_tensor_data(gguf.quants.quantize(value, type_of(tensor)))
             for param in tensor.params:
                 del ready[param]
             if on_tensor is not None:
                 on_tensor(done, len(tensors))
     finally:
         writer.close()
-
-
-def _model_keys(model: PlainModel, cfg: ModelConfig) -> dict[str, Any]:
-    """The metadata of a model besides its config: its name, sampling and tokenizer."""
-    keys: dict[str, Any] = {"general.name": model.name}
-    for option, value in model.tokenizer.sampling.items():
-        keys[SAMPLING_KEYS[option]] = value if option == "top_k" else float(value)
-    for key, value in vocabulary_keys(model.tokenizer, cfg.vocab_size).items():
-        keys[f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}"] = value
-    return keys
-
-
-def _tensors(cfg: ModelConfig) -> dict[str, Tensor]:
-    gguf, family = import_gguf(), architecture(cfg.model_type)
-    of = ARCHITECTURES[cfg.model_type]
-    numbers = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(numbers[of], 1)
-    interleaved = family_of(of).interleaved or bool(cfg.layer_units)
-    return {stored_name(each, names, family): turned(each, interleaved) for each in family.tensors(cfg)}
-
-
-def _type(gguf: Any, shape: tuple[int, ...], kind: str, *, matrix: bool) -> Any:
-    own = gguf.GGMLQuantizationType[kind if matrix else "F32"]
-    whole = shape[-1] % gguf.GGML_QUANT_SIZES[own][0] == 0
-    return own if whole else gguf.GGMLQuantizationType.F16
 
 
 def _config_keys(cfg: ModelConfig, kind: str) -> dict[str, Any]:
@@ -198,16 +190,6 @@ def _config_keys(cfg: ModelConfig, kind: str) -> dict[str, Any]:
         if rope.kind == "yarn":
             keys["rope.scaling.original_context_length"] = rope.original_window_tokens
     return keys
-
-
-def _rope_factors(cfg: ModelConfig) -> np.ndarray | None:
-    """Returns the divisors of frequencies, `[rotary / 2]` float32, for kinds that llama.cpp stores so
-    (Llama 3)."""
-    rope = cfg.rope
-    if rope is None or (rope.kind != "llama3" and not rope.factors):
-        return None
-    plain = dataclasses.replace(rope, kind="default", factors=(), factor=1.0)
-    return (inverse_frequencies(plain)[0] / inverse_frequencies(rope)[0]).astype(np.float32)
 
 
 def _add(writer: Any, key: str, value: Any) -> None:
@@ -280,11 +262,13 @@ def vocabulary_keys(files: TokenizerFiles, vocab_size: int) -> dict[str, Any]:
     keys: dict[str, Any] = {"tokens": names, "token_type": types}
     if model.get("byte_fallback"):
         # The order of merges replaces SentencePiece's scores.
+        normalizer = data.get("normalizer") or {}
+        parts = normalizer.get("normalizers", [normalizer] if normalizer else [])
         rank = {merge.replace(" ", ""): -float(at) for at, merge in reversed(list(enumerate(merges)))}
         keys |= {
             "model": "llama",
             "scores": [rank.get(name, -1e6) for name in names],
-            "add_space_prefix": _prepends(data.get("normalizer")),
+            "add_space_prefix": any(each["type"] == "Prepend" for each in parts),
         }
     else:
         normalizer = (data.get("normalizer") or {}).get("type")
@@ -293,7 +277,18 @@ def vocabulary_keys(files: TokenizerFiles, vocab_size: int) -> dict[str, Any]:
         keys |= {"model": "gpt2", "pre": split_name(data.get("pre_tokenizer")), "merges": merges}
         if keys["pre"] is None:
             raise _unknown("a rule of its own by which texts are split")
-    keys |= _named_ids(files, tokens)
+    if len(files.eos_ids) > len(_ENDS):
+        raise _unknown(f"{len(files.eos_ids)} tokens that end an answer, more than {len(_ENDS)}")
+    at = {token: number for number, token in tokens.items()}
+    keys |= {
+        "bos_token_id": files.bos_id,
+        "add_bos_token": Tokenizer(files).adds_bos,
+        "add_eos_token": False,
+        "unknown_token_id": at.get(files.special.get("unk_token", "")),
+        "padding_token_id": at.get(files.special.get("pad_token", "")),
+        "chat_template": files.chat_template,
+        **dict(zip(_ENDS, files.eos_ids, strict=False)),
+    }
     return {name: value for name, value in keys.items() if value is not None}
 
 
@@ -306,26 +301,6 @@ def _kind(at: int, tokens: Mapping[int, str], added: Mapping[int, Any], model: M
     if token == model.get("unk_token"):
         return _UNKNOWN
     return _NORMAL if at not in added else _CONTROL if added[at]["special"] else _USER
-
-
-def _prepends(normalizer: Mapping[str, Any] | None) -> bool:
-    each = (normalizer or {}).get("normalizers", [normalizer] if normalizer else [])
-    return any(part["type"] == "Prepend" for part in each)
-
-
-def _named_ids(files: TokenizerFiles, tokens: Mapping[int, str]) -> dict[str, Any]:
-    if len(files.eos_ids) > len(_ENDS):
-        raise _unknown(f"{len(files.eos_ids)} tokens that end an answer, more than {len(_ENDS)}")
-    at = {token: number for number, token in tokens.items()}
-    keys: dict[str, Any] = {
-        "bos_token_id": files.bos_id,
-        "add_bos_token": Tokenizer(files).adds_bos,
-        "add_eos_token": False,
-        "unknown_token_id": at.get(files.special.get("unk_token", "")),
-        "padding_token_id": at.get(files.special.get("pad_token", "")),
-        "chat_template": files.chat_template,
-    }
-    return keys | dict(zip(_ENDS, files.eos_ids, strict=False))
 
 
 def _unknown(what: str) -> ConfigError:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ABSENT = ("jax", "jaxlib", "flax", "optax", "orbax", "chex")
-ROOTS = ("jaxllm",)
 # Modules to begin with; the last one runs in a separate process.
 ENTRIES = ("jaxllm.cli.device.__main__", "jaxllm.text.child_worker")
 
@@ -44,11 +43,10 @@ def main() -> None:
             continue
         inside = Path(*name.split("."))
         found[str(inside / path.name if path.stem == "__init__" else inside.with_suffix(".py"))] = str(path)
-        parents = [name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)]
-        for each in [*parents, *imported(path.read_text(encoding="utf-8"))]:
-            if each not in seen:
-                seen.add(each)
-                waiting.append(each)
+        parents = {name.rsplit(".", depth)[0] for depth in range(1, name.count(".") + 1)}
+        new = {*parents, *imported(ast.parse(path.read_text(encoding="utf-8")))} - seen
+        seen |= new
+        waiting += new
     json.dump(found, sys.stdout)
 
 
@@ -68,26 +66,17 @@ def path_of(name: str) -> Path | None:
     return None if spec is None or spec.origin is None else Path(spec.origin)
 
 
-def imported(source: str) -> Iterator[str]:
-    """Yields the modules of `ROOTS` that a source imports at run time, at any place in it."""
-    for node in _run_time(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names if each.name.partition(".")[0] in ROOTS)
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ROOTS:
-            yield str(node.module)
-            # A name may be a module of the package; other names are not found, and left out.
-            yield from (f"{node.module}.{each.name}" for each in node.names)
-
-
-def _run_time(node: ast.AST) -> Iterator[ast.AST]:
-    """Yields all nodes, except code for type checkers only."""
+def imported(node: ast.AST) -> Iterator[str]:
+    """Yields the modules of this package that code imports at run time, at any place in it."""
     for each in ast.iter_child_nodes(node):
-        typing = (
-            isinstance(each, ast.If) and isinstance(each.test, ast.Name) and each.test.id == "TYPE_CHECKING"
-        )
-        if not typing:
-            yield each
-            yield from _run_time(each)
+        if isinstance(each, ast.Import):
+            yield from (alias.name for alias in each.names if alias.name.startswith("jaxllm"))
+        elif isinstance(each, ast.ImportFrom) and (each.module or "").startswith("jaxllm"):
+            yield str(each.module)
+            # A name may be a module of the package; other names are not found, and left out.
+            yield from (f"{each.module}.{alias.name}" for alias in each.names)
+        elif not (isinstance(each, ast.If) and ast.unparse(each.test) == "TYPE_CHECKING"):
+            yield from imported(each)
 
 
 if __name__ == "__main__":

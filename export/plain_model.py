@@ -5,8 +5,9 @@ get the maximum, and zeros for what a layer lacks: a kv group of zeros adds noth
 and neither does a neuron.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +139,6 @@ def uniform(cfg: ModelConfig) -> ModelConfig:
 
     Families whose head size is that of the model divided by its heads keep all heads.
     """
-    for candidate in _candidates(cfg):
-        try:
-            architecture(cfg.model_type).config_to_hf(candidate)
-        except ConfigError:
-            continue
-        return candidate
-    return cfg.whole
-
-
-def _candidates(cfg: ModelConfig) -> Iterator[ModelConfig]:
     units = [cfg.units(layer) for layer in range(cfg.layers)]
     groups = max(each.kv_heads for each in units)
     neurons: Mapping[bool, int] = {
@@ -160,7 +151,11 @@ def _candidates(cfg: ModelConfig) -> Iterator[ModelConfig]:
         expert_ffn_size=neurons[True] or cfg.expert_ffn_size,
     )
     fewer = dataclasses.replace(narrow, kv_heads=groups, heads=groups * cfg.group)
-    return iter((fewer, narrow))
+    for candidate in (fewer, narrow):
+        with contextlib.suppress(ConfigError):
+            architecture(cfg.model_type).config_to_hf(candidate)
+            return candidate
+    return cfg.whole
 
 
 def write_plain_folder(path: Path, model: PlainModel, precision: str) -> ModelConfig:

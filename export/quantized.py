@@ -106,26 +106,18 @@ def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]
         for name, spec in param_specs(level.cfg).items():
             if f"{name}{LEFT}" in level.weights:
                 order = (LEFT, RIGHT) if spec.role == "from_units" else (RIGHT, LEFT)
-                first, second = (level.weights[f"{name}{side}"].stored for side in order)
-                sides = _quantized_sides(arrays[first], arrays[second])
-                for stored, (side, scale) in zip((first, second), sides, strict=True):
-                    arrays[stored], scales[stored] = side, scale
+                # In the order of their use, `[r, *]`.
+                stored = [level.weights[f"{name}{side}"].stored for side in order]
+                one, other = (
+                    arrays[each].astype(np.float32).reshape(len(arrays[each]), -1) for each in stored
+                )
+                tops = _row_tops(other)
+                one, other = one * tops, other / tops
+                steps = _row_tops(one) / np.float32(_TOP), np.float32(1 / _TOP)
+                for each, side, step in zip(stored, (one, other), steps, strict=True):
+                    arrays[each] = (np.rint(side / step) * step).reshape(arrays[each].shape)
+                    scales[each] = np.asarray(step, np.float64).reshape(-1)
     return dataclasses.replace(subject, arrays=arrays), scales
-
-
-def _quantized_sides(
-    first: np.ndarray, second: np.ndarray
-) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
-    """The factors `[r, *]` of an adapter in the order of their use, as levels times scales, and the
-    scales."""
-    one, other = (side.astype(np.float32).reshape(len(side), -1) for side in (first, second))
-    tops = _row_tops(other)
-    one, other = one * tops, other / tops
-    scale, step = _row_tops(one) / np.float32(_TOP), np.float32(1 / _TOP)
-    return (
-        ((np.rint(one / scale) * scale).reshape(first.shape), scale.reshape(-1).astype(np.float64)),
-        ((np.rint(other / step) * step).reshape(second.shape), np.array([step], np.float64)),
-    )
 
 
 def _row_tops(matrix: np.ndarray) -> np.ndarray:
@@ -254,7 +246,12 @@ class StaticProduct:
 
         def product(x: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
             del matrix, axis
-            known = _columns(x, self.channels)
+            # Columns `[T, R]` as slices, which XNNPACK computes. An index becomes a gather between two
+            # transpositions of all of `x`, which it does not compute.
+            taken = [x[:, at : at + 1] for at in self.channels.tolist()]
+            while len(taken) > 1:
+                taken = [jnp.concatenate(taken[at : at + _JOINED], 1) for at in range(0, len(taken), _JOINED)]
+            known = taken[0]
             excess = known - jnp.clip(known, np.float32(_LEAST * self.step), np.float32(_TOP * self.step))
             return plain_product(excess, rows.astype(jnp.float32), -1)
 
@@ -284,11 +281,10 @@ def with_shadow(subject: Subject) -> Subject:
     for level, entry in subject.levels.items():
         weights = dict(entry.weights)
         for name, spec in param_specs(entry.cfg).items():
-            if f"{name}{ROWS}" in arrays:
-                rows = arrays[f"{name}{ROWS}"]
-                weights[f"{name}{ROWS}"] = Argument(
-                    stored=f"{name}{ROWS}", shape=(_outputs(spec.shape, spec.role), rows.shape[1])
-                )
+            if (rows := arrays.get(f"{name}{ROWS}")) is not None:
+                outputs = spec.shape[-1] if spec.role == "from_units" else int(np.prod(spec.shape[:-1]))
+                shape = outputs, rows.shape[1]
+                weights[f"{name}{ROWS}"] = Argument(stored=f"{name}{ROWS}", shape=shape)
         levels[level] = ProgramLevel(cfg=entry.cfg, weights=weights)
     return dataclasses.replace(subject, arrays=arrays, levels=levels)
 
@@ -353,15 +349,6 @@ def _calibrated(subject: Subject, level: int) -> dict[str, tuple[float, np.ndarr
     return found
 
 
-def _columns(x: jax.Array, channels: np.ndarray) -> jax.Array:
-    """Some columns `[T, R]` of `x` `[T, inputs]`, as slices, which XNNPACK computes. An index becomes a
-    gather between two transpositions of all of `x`, which it does not compute."""
-    taken = [x[:, at : at + 1] for at in channels.tolist()]
-    while len(taken) > 1:
-        taken = [jnp.concatenate(taken[at : at + _JOINED], 1) for at in range(0, len(taken), _JOINED)]
-    return taken[0]
-
-
 def _ranges(subject: Subject, level: int, tokens: Sequence[int]) -> dict[str, Ranges]:
     cfg, calibrated = subject.levels[level].cfg, _calibrated(subject, level)
     plain: dict[str, Any] = {
@@ -399,7 +386,3 @@ def _ranges(subject: Subject, level: int, tokens: Sequence[int]) -> dict[str, Ra
         )
         for name in texts[0]
     }
-
-
-def _outputs(shape: tuple[int, ...], role: str) -> int:
-    return shape[-1] if role == "from_units" else int(np.prod(shape[:-1]))

@@ -31,7 +31,6 @@ from jaxllm.export.folder_format.signature import (
     Interface,
     Kind,
     Signature,
-    chunk_format,
     interface_of,
     level_signatures,
 )
@@ -42,13 +41,11 @@ from jaxllm.export.steps.exported import (
     ParamsOf,
     Step,
     StepOptions,
-    run_encode_chunks,
-    run_load_chunks,
+    run_chunks,
     step_of,
     with_adapters,
 )
 from jaxllm.export.subject import Subject
-from jaxllm.models.encoder.mobilebert import Params
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.models.tiny_lm import TlmConfig, forward_both
 from jaxllm.options import check_options, option
@@ -80,7 +77,7 @@ class ExportPlan:
       levels: levels of an elastic bundle, in percent, besides the whole model.
       without_shadow: whether a calibrated bundle becomes w8a8 without its calibration.
       masked: whether prefill and decode accept an attention mask, for runtimes that make it themselves.
-      npu: whether the model is divided between an NPU and its CPU (see `npu.py`).
+      npu: whether the model is divided between an NPU and its CPU (see `litertlm.py`).
       stages: whether the stages of prefill are programs of their own, too, for two processors (see
         `jaxllm.export.stages`).
       codec: name of the codec whose programs encode and load chunks of contexts; empty for none.
@@ -220,8 +217,7 @@ def subject_step(
         return functools.partial(run_tiny_lm, cfg=subject.tiny_lm.cfg)
     cfg = subject.levels[signature.level].cfg
     if signature.kind in CODED_KINDS:
-        run = run_encode_chunks if signature.kind == "encode_chunks" else run_load_chunks
-        return functools.partial(run, cfg=cfg, form=chunk_format(signature.codec), bits=signature.bits)
+        return functools.partial(run_chunks, cfg=cfg, signature=signature)
     inputs = None if subject.adapters is None else subject.adapters.inputs
     return step_of(signature, StepOptions(cfg, dtype, params_of), loops=loops, adapters=inputs)
 
@@ -264,11 +260,6 @@ def run_tiny_lm(weights: Arrays, caches: Arrays, inputs: Arrays, *, cfg: TlmConf
     """Scores the tokens of a row, and classifies it (see `jaxllm.export.folder_format.parts`); `caches` is
     empty."""
     del caches
-    keep, (model, prompt) = forward_both(_params(weights), inputs[TOKENS], inputs[MASK], cfg=cfg)
-    return {KEEP: keep, MODEL: model, PROMPT: prompt}
-
-
-def _params(weights: Arrays) -> Params:
     params: dict[str, Weight] = {}
     for name, each in weights.items():
         if name.endswith(LEVELS):
@@ -277,20 +268,17 @@ def _params(weights: Arrays) -> Params:
             params[bare] = OwnProduct(wide, rounded_product)
         elif f"{name.removesuffix(SCALE)}{LEVELS}" not in weights:
             params[name] = each
-    return params
+    keep, (model, prompt) = forward_both(params, inputs[TOKENS], inputs[MASK], cfg=cfg)
+    return {KEEP: keep, MODEL: model, PROMPT: prompt}
 
 
 def rounded_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
     """Multiplies activations `[M, N]`, rounded to 8 bits span by span, by a matrix whose `axis` is
     contracted."""
-    return plain_product(_rounded(rows), matrix, axis)
-
-
-def _rounded(rows: jax.Array) -> jax.Array:
     parts = []
     for at in range(0, rows.shape[1], _SPAN):
         part = rows[:, at : at + _SPAN]
         scale = jnp.max(jnp.abs(part), axis=1, keepdims=True) / np.float32(_TOP)
         scale = jnp.where(scale > 0, scale, np.float32(1))
         parts.append(jnp.round(part / scale) * scale)
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+    return plain_product(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1), matrix, axis)

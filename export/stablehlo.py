@@ -5,9 +5,8 @@ Artifacts are those of `jax.export`, each for all requested platforms. Callers o
 caches.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.export
@@ -16,8 +15,8 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError
 from jaxllm.export.contents import require_family, require_format
-from jaxllm.export.folder import ProgramKind, finish, new_folder
-from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest
+from jaxllm.export.folder import finish, new_folder
+from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest, Precision
 from jaxllm.export.folder_format.signature import (
     CHUNK_TOKENS,
     CHUNKS,
@@ -47,7 +46,7 @@ from jaxllm.serving.host.progress import Progress
 PLATFORMS = ("cpu", "cuda", "tpu")
 SUFFIX = ".jaxexport"
 DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16)}
-# Allowed difference of two compilations of one step, relative to the largest logit or cached value.
+# Allowed difference of two compilations of one step, relative to the array's largest magnitude (at least 1).
 _TOLERANCE = {"f32": 1e-5, "bf16": 2e-2}
 
 
@@ -56,7 +55,7 @@ def export_stablehlo(
     out: Path,
     plan: ExportPlan,
     *,
-    precision: str = "f32",
+    precision: Precision = "f32",
     platforms: Sequence[str] = PLATFORMS,
     progress: Progress | None = None,
 ) -> Manifest:
@@ -102,7 +101,9 @@ def export_stablehlo(
             subject,
             plan,
             signatures,
-            ProgramKind(format="stablehlo", precision=precision, platforms=tuple(platforms)),  # pyright: ignore
+            format="stablehlo",
+            precision=precision,
+            platforms=tuple(platforms),
         )
 
 
@@ -149,7 +150,14 @@ def verify(folder: Path, signature: Signature, subject: Subject, plan: ExportPla
         wanted = step(dict(step_weights(signature, subject)), caches, inputs)
     program = jax.export.deserialize(bytearray((folder / signature.file).read_bytes()))
     got = jax.jit(program.call)(weights, caches, inputs)
-    require_alike(got, wanted, name=signature.name, tolerance=_TOLERANCE[precision])
+    for output, each in wanted.items():
+        this, that = (np.asarray(array, np.float32) for array in (got[output], each))
+        worst, largest = float(np.abs(this - that).max()), float(np.abs(that).max())
+        if not worst <= _TOLERANCE[precision] * max(1.0, largest):
+            raise ProgramError(
+                f"the program {signature.name} differs from its step by {worst:.3g} in {output}; "
+                "report this model and the versions of jax and of what compiled it"
+            )
 
 
 def example_arguments(
@@ -193,26 +201,3 @@ def example_arguments(
     elif count > 1:
         positions[-1] = 0
     return caches, inputs
-
-
-def require_alike(
-    got: Mapping[str, Any], wanted: Mapping[str, jax.Array], *, name: str, tolerance: float
-) -> None:
-    """Checks the results of the program `name` against expected ones.
-
-    Args:
-      got, wanted: logits and caches by name.
-      name: display name.
-      tolerance: allowed difference, relative to the largest magnitude of the array (at least 1).
-
-    Raises:
-      ProgramError: a result differs by more.
-    """
-    for output, each in wanted.items():
-        this, that = (np.asarray(array, np.float32) for array in (got[output], each))
-        worst, largest = float(np.abs(this - that).max()), float(np.abs(that).max())
-        if not worst <= tolerance * max(1.0, largest):
-            raise ProgramError(
-                f"the program {name} differs from its step by {worst:.3g} in {output}; "
-                "report this model and the versions of jax and of what compiled it"
-            )

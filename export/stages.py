@@ -23,7 +23,7 @@ import numpy as np
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.converter import Traced, convert, share_buffers, traced
-from jaxllm.export.folder_format.parts import EMBED, StageFacts, stage_inputs, stage_name
+from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, StageFacts, stage_inputs, stage_name
 from jaxllm.export.quantized import StaticProduct, annotated
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.steps.exported import Arrays
@@ -70,63 +70,67 @@ def stage_facts(subject: Subject, plan: ExportPlan) -> StageFacts:
 
 def stage_models(
     subject: Subject,
-    facts: StageFacts,
     products: Mapping[str, StaticProduct],
+    facts: StageFacts,
     scales: Mapping[str, np.ndarray],
     *,
     cache_tokens: int,
-) -> dict[Processor, bytes]:
-    """The models by processor.
+) -> dict[str, bytes]:
+    """The models of both processors, by file name.
 
     Args:
-      subject: result of `quantized.static_level`, of the whole model.
+      subject, products: results of `quantized.static_level`, of the whole model.
       facts: facts of the stages.
-      products: products of its weights.
       scales: scales of its weights.
       cache_tokens: length of caches (S).
     """
     cfg, weights = subject.cfg, subject.weights(WHOLE)
     made: dict[Processor, list[Traced]] = {each: [] for each in PROCESSORS}
+    # For each weight, a function that makes its product on a processor.
+    static: Mapping[Processor, Mapping[str, Callable[[Mapping[str, Weight]], Any]]] = {
+        "integer": {name: lambda _, each=each: each.clipped for name, each in products.items()},
+        "float": {name: functools.partial(each.shadow, name) for name, each in products.items()},
+    }
 
-    def add(
-        processor: Processor, name: str, prefixes: tuple[str, ...], shapes: Shapes, step: Any, static: Any
-    ) -> None:
+    def add(processor: Processor, name: str, prefixes: tuple[str, ...], shapes: Shapes, step: Any) -> None:
         def run(weights: Arrays, inputs: Arrays) -> Any:
             own = {each: scales[each] for each in weights if each in scales}
-            return step(annotated(dict(weights), cfg, scales=own, static=static), inputs)
+            return step(annotated(dict(weights), cfg, scales=own, static=static[processor]), inputs)
 
         own = {each: array for each, array in weights.items() if each.startswith(prefixes)}
         made[processor].append(traced(name, run, own, shapes))
 
+    def embed(params: Params, inputs: Arrays) -> Arrays:
+        return {"x": embed_tokens(params, inputs["tokens"], inputs["input_pos"], cfg=cfg)}
+
     for tokens in facts.chunk_tokens:
-        row = {"tokens": jax.ShapeDtypeStruct((1, tokens), np.int32)}
-        row["input_pos"] = jax.ShapeDtypeStruct((tokens,), np.int32)
-        add("float", f"{EMBED}_{tokens}", (_EMBEDDING,), row, functools.partial(run_embed, cfg=cfg), {})
+        row = (1, tokens)
+        positions = {"input_pos": jax.ShapeDtypeStruct((tokens,), np.int32)}
+        inputs = {"tokens": jax.ShapeDtypeStruct(row, np.int32), **positions}
+        add("float", f"{EMBED}_{tokens}", (_EMBEDDING,), inputs, embed)
         for layer, shadowed in enumerate(facts.shadowed):
+            units, width, query = cfg.units(layer), cfg.head_dim, cfg.heads // cfg.kv_heads * cfg.head_dim
+            heads = units.kv_heads
+            sizes: Mapping[str, tuple[int, ...]] = {
+                **dict.fromkeys(("x", "mixed", "added"), (*row, cfg.hidden_size)),
+                **dict.fromkeys(("q", "out"), (*row, heads, query)),
+                **dict.fromkeys(("k", "v"), (*row, heads, width)),
+                **dict.fromkeys(("gate", "up", "hidden"), (*row, units.neurons)),
+                **dict.fromkeys(("keys", "values"), (1, heads, cache_tokens, width)),
+            }
             for stage in stages_of(shadowed):
+                names = stage_inputs(stage, shadowed=shadowed, gated=cfg.gated_ffn)
+                shapes = {
+                    name: positions[name]
+                    if name in positions
+                    else jax.ShapeDtypeStruct(sizes[name.removesuffix(SHADOW)], jnp.float32)
+                    for name in names
+                }
                 step = functools.partial(run_stage, stage=stage, layer=layer, shadowed=shadowed, cfg=cfg)
-                shapes = stage_shapes(
-                    stage, cfg, shadowed=shadowed, layer=layer, tokens=tokens, cache_tokens=cache_tokens
-                )
                 prefixes = tuple(f"layers.{layer}.{each}" for each in STAGE_PARAMETERS[stage])
-                processor, name = natural_place(layer, stage), stage_name(stage, layer, tokens)
-                add(processor, name, prefixes, shapes, step, _multiplied(stage, products))
+                add(natural_place(layer, stage), stage_name(stage, layer, tokens), prefixes, shapes, step)
     halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
-    return {processor: share_buffers(convert(each), halves)[0] for processor, each in made.items()}
-
-
-def _multiplied(
-    stage: Stage, products: Mapping[str, StaticProduct]
-) -> dict[str, Callable[[Mapping[str, Weight]], Any]]:
-    """Returns, for each weight, a function that makes its product on a stage's processor."""
-    if natural_place(0, stage) == "integer":
-        return {name: lambda _, each=each: each.clipped for name, each in products.items()}
-    return {name: functools.partial(each.shadow, name) for name, each in products.items()}
-
-
-def run_embed(params: Params, inputs: Arrays, *, cfg: ModelConfig) -> Arrays:
-    """`tokens` `[1, T]` int32 and `input_pos` -> `x` of the first layer."""
-    return {"x": embed_tokens(params, inputs["tokens"], inputs["input_pos"], cfg=cfg)}
+    return {STAGE_FILES[each]: share_buffers(convert(of), halves)[0] for each, of in made.items()}
 
 
 def run_stage(
@@ -148,7 +152,18 @@ def run_stage(
     if stage in ("project", "project_shadow"):
         return _products(weights, PROJECT, inputs, cfg, shadow=stage == "project_shadow")
     if stage == "attend":
-        return _attend(weights, inputs, cfg, layer, shadowed=shadowed)
+        q, k, v = (inputs[each] + inputs[f"{each}{SHADOW}"] if shadowed else inputs[each] for each in _HEADS)
+        position = inputs["input_pos"]
+        count = position.shape[0]
+        real = position == position[0] + jnp.arange(count, dtype=jnp.int32)
+        at = TokenPositions.after(position[0], count, jnp.sum(real, dtype=jnp.int32))
+        new, past = normed_heads(weights, q, k, v, cfg), Past(inputs["keys"], inputs["values"])
+        out, (past, _) = attend_cache(new, None, cfg=cfg, layer=layer, at=at, past=past, mass=None)
+        found = {"out": out.reshape(*out.shape[:3], -1), "keys": past.keys, "values": past.values}
+        if shadowed:
+            ((matrix,), _) = matrices_of(weights, OUT, cfg)
+            found["added"] = from_units(found["out"], matrix)
+        return found
     if stage == "finish":
         x = _with_output(weights, inputs, cfg)
         mixed = feed_forward(
@@ -161,40 +176,13 @@ def run_stage(
     if stage == "widen_shadow":
         return _products(weights, WIDEN, inputs, cfg, shadow=True)
     if stage == "narrow":
-        named = ("gate", "up") if cfg.gated_ffn else ("up",)
-        sums = [inputs[each] + inputs[f"{each}{SHADOW}"] for each in named]
-        first = sums[0]
-        hidden = gated(first, sums[1], cfg.activation) if cfg.gated_ffn else activate(first, cfg.activation)
+        first, *more = (inputs[each] + inputs[f"{each}{SHADOW}"] for each in ("gate", "up") if each in inputs)
+        hidden = gated(first, more[0], cfg.activation) if more else activate(first, cfg.activation)
         residual = None if cfg.post_norms else inputs["x"]
         bias = weights.vector("ffn.down_bias")
         return {"hidden": hidden, "mixed": from_units(hidden, weights["ffn.down"], bias, residual)}
-    if stage == "narrow_shadow":
-        mixed = inputs["mixed"] + from_units(inputs["hidden"], weights["ffn.down"])
-        return {"x": _after_block(weights, inputs["x"], mixed, cfg)}
-    raise ValueError(f"{stage} is no stage of two processors")
-
-
-def stage_shapes(
-    stage: Stage, cfg: ModelConfig, *, shadowed: bool, layer: int, tokens: int, cache_tokens: int
-) -> Shapes:
-    """The shapes of a stage's inputs, for a chunk of `tokens` tokens over caches of `cache_tokens`."""
-    units = cfg.units(layer)
-    heads, width, query = units.kv_heads, cfg.head_dim, cfg.heads // cfg.kv_heads * cfg.head_dim
-    row, cache = (1, tokens), (1, heads, cache_tokens, width)
-    known: Mapping[str, tuple[int, ...]] = {
-        **dict.fromkeys(("x", "mixed", "added"), (*row, cfg.hidden_size)),
-        **dict.fromkeys(("q", "out"), (*row, heads, query)),
-        **dict.fromkeys(("k", "v"), (*row, heads, width)),
-        **dict.fromkeys(("gate", "up", "hidden"), (*row, units.neurons)),
-        **dict.fromkeys(("keys", "values"), cache),
-    }
-    found = {}
-    for name in stage_inputs(stage, shadowed=shadowed, gated=cfg.gated_ffn):
-        if name == "input_pos":
-            found[name] = jax.ShapeDtypeStruct((tokens,), jnp.int32)
-        else:
-            found[name] = jax.ShapeDtypeStruct(known[name.removesuffix(SHADOW)], jnp.float32)
-    return found
+    mixed = inputs["mixed"] + from_units(inputs["hidden"], weights["ffn.down"])
+    return {"x": _after_block(weights, inputs["x"], mixed, cfg)}
 
 
 def _products(
@@ -208,24 +196,6 @@ def _products(
     names = _HEADS if product == PROJECT else ("gate", "up")[-len(matrices) :]
     suffix = SHADOW if shadow else ""
     return {f"{name}{suffix}": each for name, each in zip(names, found, strict=True)}
-
-
-def _attend(
-    weights: LayerParams, inputs: Arrays, cfg: ModelConfig, layer: int, *, shadowed: bool
-) -> dict[str, jax.Array]:
-    q, k, v = (inputs[name] + inputs[f"{name}{SHADOW}"] if shadowed else inputs[name] for name in _HEADS)
-    position = inputs["input_pos"]
-    count = position.shape[0]
-    real = position == position[0] + jnp.arange(count, dtype=jnp.int32)
-    at = TokenPositions.after(position[0], count, jnp.sum(real, dtype=jnp.int32))
-    new, past = normed_heads(weights, q, k, v, cfg), Past(inputs["keys"], inputs["values"])
-    out, (past, _) = attend_cache(new, None, cfg=cfg, layer=layer, at=at, past=past, mass=None)
-    out = out.reshape(*out.shape[:3], -1)
-    found = {"out": out, "keys": past.keys, "values": past.values}
-    if shadowed:
-        ((matrix,), _) = matrices_of(weights, OUT, cfg)
-        found["added"] = from_units(out, matrix)
-    return found
 
 
 def _with_output(weights: LayerParams, inputs: Arrays, cfg: ModelConfig) -> jax.Array:

@@ -189,7 +189,15 @@ def read_subject(
                     for name, side in sides.items()
                 }
             entries[level] = ProgramLevel(cfg=cfg, weights=entry)
-        tiny = read_tiny_lm(bundle)
+        calibration, tiny = read_prefill(bundle), read_tiny_lm(bundle)
+        # Copies, which outlive the open bundle.
+        if calibration is not None:
+            calibration = dataclasses.replace(
+                calibration,
+                steps=np.array(calibration.steps),
+                channels={key: np.array(each) for key, each in calibration.channels.items()},
+                rows={key: tuple(np.array(rows) for rows in each) for key, each in calibration.rows.items()},
+            )
         if tiny is not None:
             copies = {name: np.array(each) for name, each in tiny.params.items()}
             tiny = dataclasses.replace(tiny, params=copies) if {*tiny.levels} & entries.keys() else None
@@ -199,24 +207,11 @@ def read_subject(
             arrays=arrays,
             levels=entries,
             tokenizer=bundle.tokenizer_files(),
-            calibration=_calibration(bundle),
+            calibration=calibration,
             merged=adapter is not None,
             tiny_lm=tiny,
             adapters=None if inputs is None else read_adapters(bundle, cfgs, inputs),
         )
-
-
-def _calibration(bundle: Bundle) -> PrefillCalibration | None:
-    """The calibration in copied arrays, which outlive the open bundle."""
-    found = read_prefill(bundle)
-    if found is None:
-        return None
-    return dataclasses.replace(
-        found,
-        steps=np.array(found.steps),
-        channels={key: np.array(each) for key, each in found.channels.items()},
-        rows={key: tuple(np.array(rows) for rows in each) for key, each in found.rows.items()},
-    )
 
 
 def _sides(recovery: Recovery, dtype: np.dtype) -> dict[str, np.ndarray]:
@@ -228,15 +223,11 @@ def _sides(recovery: Recovery, dtype: np.dtype) -> dict[str, np.ndarray]:
         if right.ndim != 2:
             raise ConfigError(f"the adapter of {name} changes a stack of experts, which no program holds")
         turned = np.moveaxis(left.astype(np.float32), -1, 0) * np.float32(recovery.scaling)
-        sides[f"{name}{LEFT}"] = _stored(np.ascontiguousarray(turned), dtype)
-        sides[f"{name}{RIGHT}"] = _stored(right.astype(np.float32), dtype)
+        for side, wide in ((LEFT, np.ascontiguousarray(turned)), (RIGHT, right.astype(np.float32))):
+            with np.errstate(over="ignore"):
+                half = wide.astype(np.float16)
+            sides[f"{name}{side}"] = half if np.array_equal(half, wide) else wide.astype(dtype)
     return sides
-
-
-def _stored(side: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    with np.errstate(over="ignore"):
-        half = side.astype(np.float16)
-    return half if np.array_equal(half, side) else side.astype(dtype)
 
 
 def read_adapters(bundle: Bundle, cfgs: Mapping[int, ModelConfig], options: AdapterOptions) -> InputAdapters:

@@ -20,10 +20,10 @@ import numpy as np
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.contents import require_family, require_format
-from jaxllm.export.converter import Sharing, Traced, convert, share_buffers, traced
-from jaxllm.export.folder import ProgramKind, finish, new_folder
+from jaxllm.export.converter import Sharing, convert, share_buffers, traced
+from jaxllm.export.folder import finish, new_folder
 from jaxllm.export.folder_format.manifest import Manifest, Precision
-from jaxllm.export.folder_format.parts import STAGE_FILES, Argument, ProgramLevel
+from jaxllm.export.folder_format.parts import Argument, ProgramLevel, StageFacts
 from jaxllm.export.folder_format.signature import Signature
 from jaxllm.export.quantized import (
     LEVELS,
@@ -86,15 +86,12 @@ def export_tflite(
     if plan.stages and precision != "w8a8":
         raise ConfigError("stages for two processors are of w8a8 models; give --precision w8a8")
     facts = stage_facts(subject, plan) if plan.stages else None
-    quantized = _quantized(subject, plan, precision, ranges)
     with new_folder(out) as folder:
-        model, sharing = _model(quantized, plan, signatures, progress)
-        (folder / FILE).write_bytes(model)
-        if facts is not None:
-            of, products = quantized.static[WHOLE]
-            made = stage_models(of, facts, products, quantized.scales, cache_tokens=plan.context_tokens)
-            for processor, each in made.items():
-                (folder / STAGE_FILES[processor]).write_bytes(each)
+        models, sharing = tflite_models(
+            subject, plan, signatures, precision=precision, ranges=ranges, stages=facts, progress=progress
+        )
+        for name, model in models.items():
+            (folder / name).write_bytes(model)
         if beside is not None:
             beside(folder)
         manifest = finish(
@@ -102,50 +99,27 @@ def export_tflite(
             subject,
             plan,
             signatures,
-            ProgramKind(
-                format="tflite",
-                precision=precision,
-                made_with={name: importlib.metadata.version(name) for name in _PACKAGES},
-                stages=facts,
-            ),
+            format="tflite",
+            precision=precision,
+            platforms=("cpu",),
+            made_with={name: importlib.metadata.version(name) for name in _PACKAGES},
+            stages=facts,
         )
     return manifest, sharing
 
 
-def tflite_model(
+def tflite_models(
     subject: Subject,
     plan: ExportPlan,
     signatures: list[Signature],
     *,
     precision: Precision,
     ranges: Mapping[int, Mapping[str, Ranges]] | None = None,
+    stages: StageFacts | None = None,
     progress: Progress | None = None,
-) -> tuple[bytes, Sharing]:
-    """The model as bytes, and the bytes of its weights (see `export_tflite`); `plan` is resolved."""
-    return _model(_quantized(subject, plan, precision, ranges), plan, signatures, progress)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Quantized:
-    """A subject as its programs multiply.
-
-    Attributes:
-      subject: subject with the arrays of dynamic products.
-      scales: scales of weights, by name; empty in floats.
-      static: by level, the subject with the arrays of static products, and these.
-    """
-
-    subject: Subject
-    scales: Mapping[str, np.ndarray]
-    static: Mapping[int, tuple[Subject, dict[str, StaticProduct]]]
-
-
-def _quantized(
-    subject: Subject,
-    plan: ExportPlan,
-    precision: Precision,
-    ranges: Mapping[int, Mapping[str, Ranges]] | None,
-) -> _Quantized:
+) -> tuple[dict[str, bytes], Sharing]:
+    """The model of all signatures and those of any `stages`, by file name, and the bytes of the former's
+    weights (see `export_tflite`); `plan` is resolved."""
     require_room(subject.cfg, "tflite")
     if precision not in PRECISIONS:
         raise ConfigError(f"a tflite model is {', '.join(PRECISIONS)}, not {precision}; choose one")
@@ -162,24 +136,28 @@ def _quantized(
         level: with_whole_outputs(subject, level, int8_embedding=bool(scales)) for level in subject.levels
     }
     subject = dataclasses.replace(subject, levels=whole)
+    # By level, the subject with the arrays of static products, and these.
     static = {level: static_level(subject, level, scales, each) for level, each in (ranges or {}).items()}
-    return _Quantized(subject, scales, static)
-
-
-def _model(
-    quantized: _Quantized, plan: ExportPlan, signatures: list[Signature], progress: Progress | None
-) -> tuple[bytes, Sharing]:
-    subject, made = quantized.subject, []
+    made = []
     for done, signature in enumerate(signatures):
         of, products = subject, {}
-        if signature.level in quantized.static and signature.kind in plan.static_kinds:
-            of, products = quantized.static[signature.level]
-        made.append(_traced(signature, of, plan, scales=quantized.scales, static=products))
+        if signature.level in static and signature.kind in plan.static_kinds:
+            of, products = static[signature.level]
+        # Adapters are stored under names of their level.
+        weights = of.levels[signature.level].weights.items()
+        own = {name: scales[each.stored] for name, each in weights if each.stored in scales}
+        step = subject_step(signature, of, _FLOAT, loops=False, params_of=_params_of(own, products))
+        _, caches, inputs = step_shapes(signature, of, plan, _FLOAT)
+        made.append(traced(signature.name, step, step_weights(signature, of), caches, inputs))
         if progress is not None:
             progress("export", done + 1, len(signatures))
     # The converter turns them into float32.
     halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
-    return share_buffers(convert(made), halves)
+    model, sharing = share_buffers(convert(made), halves)
+    models = {FILE: model}
+    if stages is not None:
+        models |= stage_models(*static[WHOLE], stages, scales, cache_tokens=plan.context_tokens)
+    return models, sharing
 
 
 def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) -> ProgramLevel:
@@ -199,37 +177,14 @@ def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) ->
     return ProgramLevel(cfg=entry.cfg, weights=weights)
 
 
-def _params_of(*, scales: Mapping[str, np.ndarray], static: Mapping[str, StaticProduct]) -> ParamsOf:
+def _params_of(scales: Mapping[str, np.ndarray], products: Mapping[str, StaticProduct]) -> ParamsOf:
+    static = {name: functools.partial(each.of, name) for name, each in products.items()}
 
     def params(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
         whole: dict[str, Any] = dict(weights)
         for name, spec in param_specs(cfg).items():
             if spec.role == "from_units" and weights[name].shape != spec.shape:
                 whole[name] = Prefix(weights[name], spec.shape[0])
-        if not scales:
-            return with_adapters(whole, cfg)
-        return annotated(
-            whole,
-            cfg,
-            scales=scales,
-            static={name: functools.partial(each.of, name) for name, each in static.items()},
-        )
+        return annotated(whole, cfg, scales=scales, static=static) if scales else with_adapters(whole, cfg)
 
     return params
-
-
-def _traced(
-    signature: Signature,
-    subject: Subject,
-    plan: ExportPlan,
-    *,
-    scales: Mapping[str, np.ndarray],
-    static: Mapping[str, StaticProduct],
-) -> Traced:
-    # Adapters are stored under names of their level.
-    level = subject.levels[signature.level]
-    own = {name: scales[each.stored] for name, each in level.weights.items() if each.stored in scales}
-    params_of = _params_of(scales=own, static=static)
-    step = subject_step(signature, subject, _FLOAT, loops=False, params_of=params_of)
-    _, caches, inputs = step_shapes(signature, subject, plan, _FLOAT)
-    return traced(signature.name, step, step_weights(signature, subject), caches, inputs)

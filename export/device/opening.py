@@ -113,9 +113,12 @@ def require_memory(folder: Path, manifest: Manifest, memory_bytes: int, *, stage
 def weights_bytes(manifest: Manifest, *, staged: bool = False) -> int:
     """Returns bytes of a folder's weights, with the programs that contain them, and with those of its
     stages if `staged`."""
-    stages = () if staged else STAGE_FILES.values()
-    holding = [name for name in manifest.files if _holds_weights(name) and name not in stages]
-    return sum(manifest.files[name].size_bytes for name in holding)
+    others = () if staged else STAGE_FILES.values()
+    return sum(
+        stored.size_bytes
+        for name, stored in manifest.files.items()
+        if name.endswith((".tflite", ".safetensors")) and name not in others
+    )
 
 
 def needed_bytes(manifest: Manifest, *, staged: bool = False) -> int:
@@ -141,17 +144,10 @@ def longest_cache_bytes(manifest: Manifest) -> int:
     return _CACHE_SETS.get(manifest.format, 1) * manifest.cache_bytes(WHOLE, manifest.context_tokens)
 
 
-def _holds_weights(name: str) -> bool:
-    return name.endswith((".tflite", ".safetensors"))
-
-
 def _numbers(version: str) -> tuple[int, ...]:
     """Returns the numbers that a version begins with."""
     found = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
-
-
-_VERSION = 1
 
 
 def device_profile(
@@ -181,7 +177,7 @@ def device_profile(
 def profile_path(engine: Engine[ProgramModel], *, threads: int = 0) -> Path:
     """The path of the profile of an engine's programs on this device."""
     facts = {
-        "version": _VERSION,
+        "version": 1,
         "programs": engine.model.program_files,
         "runtime": importlib.metadata.version(RUNTIMES[engine.model.executor.manifest.format]),
         "device": [*cpu_features(), threads or usable_cores()],

@@ -12,9 +12,10 @@ from typing import Self
 
 from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import ConfigError
-from jaxllm.export.device.contexts import ProgramContext, ProgramContexts
+from jaxllm.export.device.contexts import ProgramContexts
 from jaxllm.export.device.opening import device_profile
-from jaxllm.export.programs.model import ProgramModel, TinyLmPrograms
+from jaxllm.export.programs.model import ProgramModel
+from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.elastic.objectives import CONFIDENCE, SafetyMargin
 from jaxllm.serving.elastic.planned_service import PlannedService
 from jaxllm.serving.elastic.planner import Planner
@@ -36,13 +37,18 @@ class ProgramService(PlannedService):
         engine: Engine[ProgramModel],
         profile: DeviceProfile,
         *,
-        confidence: float = CONFIDENCE,
         contexts: ProgramContexts | None = None,
     ) -> None:
         """See `open`; calls are planned by the profile and by the folder's tiny LM. Without one, prompts
         stay whole."""
-        proposer = _proposer(engine)
-        planner = Planner(profile, engine.levels, proposer, safety_margin=SafetyMargin(confidence))
+        model, proposer = engine.model, None
+        if model.tiny_lm is not None:
+            # Ready before they are timed.
+            signatures = model.executor.manifest.signatures
+            model.executor.prepare([each for each in signatures if each.kind == "tiny_lm"])
+            lengths = model.executor.manifest.sizes("tiny_lm")
+            proposer = TinyProposer(model.tiny_lm, lengths, model.run_tiny_lm, engine.levels)
+        planner = Planner(profile, engine.levels, proposer, safety_margin=SafetyMargin(CONFIDENCE))
         super().__init__(engine, profile, planner)
         self.contexts = contexts
 
@@ -89,8 +95,7 @@ class ProgramService(PlannedService):
                 self.contexts.close()
 
     def set_adapter(self, name: str | None) -> None:
-        """Puts an adapter of the folder on all levels for calls without a context; None for none. Takes no
-        time, and compiles nothing.
+        """Puts an adapter of the folder on all levels; None for none. Takes no time, and compiles nothing.
 
         Raises:
           ConfigError: it was not exported with the model.
@@ -99,29 +104,26 @@ class ProgramService(PlannedService):
 
     def new_context(
         self, app: str, *, level: int | None = None, pinned: bool = False, adapter: str = ""
-    ) -> ProgramContext:
-        """Creates a context of an app (see `ProgramContexts.create`)."""
+    ) -> Context:
+        """Creates a context of an app (see `Contexts.create`), with an adapter for all answers in it, which
+        is also put on all levels (see `set_adapter`); empty for none."""
         contexts = self._kept()
-        return ProgramContext(contexts, contexts.create(app, level=level, pinned=pinned, adapter=adapter))
+        self.set_adapter(adapter or None)
+        return Context(contexts, contexts.create(app, level=level, pinned=pinned))
 
-    def context(self, app: str, name: str) -> ProgramContext:
-        """Opens a context that an app created earlier, perhaps in another process (see
-        `Contexts.record`)."""
+    def context(self, app: str, name: str) -> Context:
+        """Opens a context that an app created earlier, perhaps in another process (see `Contexts.record`),
+        and puts its adapter on all levels.
+
+        Raises:
+          ContextGone: its adapter was not exported; or see `Contexts.record`.
+        """
         contexts = self._kept()
-        return ProgramContext(contexts, contexts.record(app, name))
+        digest = contexts.store.record(name, app).origin.adapter
+        self.set_adapter(self.engine.model.executor.adapters.of_context(digest, name) or None)
+        return Context(contexts, contexts.record(app, name))
 
     def _kept(self) -> ProgramContexts:
         if self.contexts is None:
             raise ConfigError("this service keeps no contexts; open it with a folder for them")
         return self.contexts
-
-
-def _proposer(engine: Engine[ProgramModel]) -> TinyProposer | None:
-    """Makes a proposer of levels and prompt ratios by the folder's tiny LM; None if it has none."""
-    tiny, executor = engine.model.tiny_lm, engine.model.executor
-    if tiny is None:
-        return None
-    # Ready before they are timed.
-    executor.prepare([each for each in executor.manifest.signatures if each.kind == "tiny_lm"])
-    programs = TinyLmPrograms(executor)
-    return TinyProposer(tiny, programs.lengths, programs.run, engine.levels)

@@ -158,12 +158,12 @@ class Manifest:
             for cache in {self.context_tokens, *self.cache_tokens(level)}:
                 answers = kinds[level, cache].count("decode") == 1 and "prefill" in kinds[level, cache]
                 require(answers, f"level {level} cannot read a prompt and decode in {cache} tokens")
-            encoder, sources = entry.cfg.encoder, self.encode_tokens(level)
+            encoder, sources = entry.cfg.encoder, self.sizes("encode", level)
             both = (encoder is not None) == bool(sources)
             require(both, f"level {level} has an encoder, or programs that encode, but not both")
             fits = encoder is None or sources[-1] <= encoder.window_tokens
             require(fits, f"level {level} encodes more tokens than its encoder's window")
-        tiny, rows = self.tiny_lm, self.tiny_lm_tokens()
+        tiny, rows = self.tiny_lm, self.sizes("tiny_lm")
         require((tiny is None) == (not rows), "there is a tiny LM, or programs of one, but not both")
         if tiny is not None and rows[-1] != tiny.row_tokens:
             raise ConfigError(f"no program of the tiny LM reads its rows of {tiny.row_tokens} tokens")
@@ -172,10 +172,6 @@ class Manifest:
         if (stages := self.stages) is not None:
             fits = len(stages.shadowed) == whole.cfg.layers and stages.chunk_tokens[-1] <= self.context_tokens
             require(fits, "stages are of other layers, or do not fit the context")
-
-    def tiny_lm_tokens(self) -> tuple[int, ...]:
-        """Lengths of rows that the tiny LM has programs for, ascending."""
-        return self._sizes("tiny_lm", WHOLE, self.context_tokens)
 
     def room(self, signature: Signature) -> int:
         """Positions of a program's caches (S)."""
@@ -189,58 +185,42 @@ class Manifest:
             self.levels[level].cfg,
             self.room(signature),
             np.dtype(self.cache_dtype),
-            source_tokens=max(self.encode_tokens(level), default=0),
+            source_tokens=max(self.sizes("encode", level), default=0),
             adapter_size=0 if self.adapters is None else self.adapters.size(level),
             tiny_lm=self.tiny_lm,
         )
 
     def cache_bytes(self, level: int, tokens: int) -> int:
         """Bytes of one set of a level's caches of `tokens` positions."""
-        return self._itemsize * sum(map(math.prod, self.cache_shapes(level, tokens).values()))
+        return self._bytes(self.cache_shapes(level, tokens))
 
     def source_bytes(self, level: int) -> int:
         """Bytes of a level's source; 0 for a model without an encoder."""
-        return self._itemsize * sum(map(math.prod, self.source_shapes(level).values()))
+        return self._bytes(self.source_shapes(level))
 
-    @property
-    def _itemsize(self) -> int:
-        return 4 if self.cache_dtype == "float32" else 2
+    def _bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
+        return (4 if self.cache_dtype == "float32" else 2) * sum(map(math.prod, shapes.values()))
 
     def cache_tokens(self, level: int) -> tuple[int, ...]:
         """Lengths of caches that a level has programs for, ascending."""
         return tuple(sorted({self.room(each) for each in self.signatures if each.level == level}))
 
-    def chunk_tokens(self, level: int, cache_tokens: int) -> tuple[int, ...]:
-        """Prefill chunk lengths of a level over caches of a length, ascending."""
-        return self._sizes("prefill", level, cache_tokens)
-
-    def verify_tokens(self, level: int, cache_tokens: int) -> tuple[int, ...]:
-        """Tree sizes of a level over caches of a length, ascending."""
-        return self._sizes("verify", level, cache_tokens)
-
-    def encode_tokens(self, level: int) -> tuple[int, ...]:
-        """Lengths of sources that a level of an encoder-decoder has programs for, ascending; the last one is
-        the number of rows (R) of the source's keys and values."""
-        return self._sizes("encode", level, self.context_tokens)
+    def sizes(self, kind: Kind, level: int = WHOLE, cache_tokens: int = 0) -> tuple[int, ...]:
+        """Numbers of tokens (T) of a level's programs of a kind, ascending, over caches of a length; 0 for
+        the whole context."""
+        own = self._of(level, cache_tokens or self.context_tokens)
+        return tuple(sorted(each.tokens for each in own if each.kind == kind))
 
     def source_shapes(self, level: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of a level's source: `[1, K, R, H]` by name, and its number of tokens `[1]`."""
-        return source_shapes(self.levels[level].cfg, max(self.encode_tokens(level), default=0))
-
-    def block_tokens(self, level: int, cache_tokens: int) -> int:
-        """Maximum number of tokens that a level decodes in one dispatch over caches of a length."""
-        return max(self._sizes("block", level, cache_tokens), default=1)
+        """Shapes of a level's source: `[1, K, R, H]` by name, where R is the length of the longest, and its
+        number of tokens `[1]`."""
+        return source_shapes(self.levels[level].cfg, max(self.sizes("encode", level), default=0))
 
     def coding(self, kind: Kind, bits: int, level: int, cache_tokens: int) -> Signature | None:
         """Returns the program that encodes or loads chunks of `bits` bits over caches of a length; None for
         none."""
         own = self._of(level, cache_tokens)
         return next((each for each in own if (each.kind, each.bits) == (kind, bits)), None)
-
-    @property
-    def codec(self) -> str:
-        """Name of the codec of contexts that there are programs for; empty for none."""
-        return next((each.codec for each in self.signatures if each.codec), "")
 
     def signature(self, kind: Kind, tokens: int, level: int, cache_tokens: int) -> Signature:
         """The signature of these values.
@@ -260,9 +240,6 @@ class Manifest:
     def cache_shapes(self, level: int, cache_tokens: int) -> dict[str, tuple[int, ...]]:
         """Shapes `[1, K, S, H]` of a level's caches by name."""
         return cache_shapes(self.levels[level].cfg, cache_tokens)
-
-    def _sizes(self, kind: Kind, level: int, cache_tokens: int) -> tuple[int, ...]:
-        return tuple(sorted(each.tokens for each in self._of(level, cache_tokens) if each.kind == kind))
 
     def _of(self, level: int, cache_tokens: int) -> list[Signature]:
         return [each for each in self.signatures if each.level == level and self.room(each) == cache_tokens]
@@ -295,7 +272,16 @@ class Manifest:
             )
         try:
             manifest: Manifest = read_part(cls, data)
-            manifest._require_files()
+            wanted = [TOKENIZER, *(each.file for each in manifest.signatures)]
+            if manifest.tiny_lm is not None and manifest.tiny_lm.own_tokenizer:
+                wanted.append(TINY_TOKENIZER)
+            if manifest.adapters is not None:
+                wanted += map(adapter_file, manifest.adapters.names)
+            if manifest.stages is not None:
+                wanted += STAGE_FILES.values()
+            unknown = [each for each in wanted if each not in manifest.files]
+            require(manifest.format != "live", "format 'live'")
+            require(not unknown, f"there is no file {', '.join(unknown)}")
         except _READ_ERRORS as error:
             raise malformed(path, error) from error
         for name, stored in manifest.files.items():
@@ -305,20 +291,6 @@ class Manifest:
             if not file.is_file() or file.stat().st_size != stored.size_bytes:
                 raise ProgramError(f"{file}: missing or truncated; copy the folder again or export it again")
         return manifest
-
-    def _require_files(self) -> None:
-        """Raises ValueError unless a folder may have this manifest, and the manifest the folder's files."""
-        if self.format == "live":
-            raise ValueError("format 'live'")
-        wanted = [TOKENIZER, *(each.file for each in self.signatures)]
-        if self.tiny_lm is not None and self.tiny_lm.own_tokenizer:
-            wanted.append(TINY_TOKENIZER)
-        if self.adapters is not None:
-            wanted += map(adapter_file, self.adapters.names)
-        if self.stages is not None:
-            wanted += STAGE_FILES.values()
-        if unknown := [each for each in wanted if each not in self.files]:
-            raise ValueError(f"there is no file {', '.join(unknown)}")
 
     def read_tokenizer(self, folder: Path, name: str = TOKENIZER) -> TokenizerFiles:
         """Reads a tokenizer of the folder, by default the model's.

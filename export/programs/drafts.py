@@ -1,90 +1,27 @@
-"""Drafts for exported programs, by another folder of programs or by another level of the same.
+"""Drafts by exported programs: another folder of programs, or another level of the same.
 
 Trees have the sizes of the `verify` programs. A drafter that is a program decodes one token at a time, so
 it grows one line of the most likely tokens; other likely tokens on the way become leaves.
 """
 
-import dataclasses
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import ConfigError
-from jaxllm.export.programs.opening import open_executor
 from jaxllm.export.programs.runner import ProgramCache, ProgramRunner
 from jaxllm.serving.engine.request import common_prefix
-from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
+from jaxllm.serving.ground.speculation_options import TreeShape
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.speculation.costs import DraftTimes, running_mean
-from jaxllm.serving.speculation.drafter import Drafter, require_same_kind
+from jaxllm.serving.speculation.drafter import Drafter
 from jaxllm.serving.speculation.host_tree import grown, root_alone
-from jaxllm.serving.speculation.lookup import NgramDrafter
-from jaxllm.serving.speculation.speculation import Speculation
 from jaxllm.speculation.token_tree import Growing, TokenTree
-from jaxllm.text.tokenizer import Tokenizer
 
 # Maximum number of tokens that are decoded one by one: a chunk costs as much as a few.
 _FEW_TOKENS = 3
-
-
-def make_drafts(
-    target: ProgramRunner, tokenizer: Tokenizer, options: SpeculationOptions, *, threads: int = 0
-) -> Speculation:
-    """Makes drafts for a target, by the drafter in the options.
-
-    Args:
-      target: runner of the answers.
-      tokenizer: tokenizer of the target.
-      options: options with a folder of programs as `model`; the sizes of `trees` are replaced by those that
-        the target verifies.
-      threads: number of threads of LiteRT for the drafter; 0 for all cores of this process.
-
-    Raises:
-      ConfigError: the target cannot verify trees, or the drafter does not fit it.
-      ProgramError: the drafter's folder is not one of programs, corrupt, or of other weights.
-    """
-    executor, level = target.executor, target.level
-    sizes = executor.manifest.verify_tokens(level, target.options.context_tokens)
-    if not sizes:
-        raise ConfigError(
-            f"the programs of level {level} verify no drafts; export the model with --verify-tokens 4 "
-            "--verify-tokens 8"
-        )
-    branches = options.trees.branches if executor.moves_rows else 1
-    trees = dataclasses.replace(
-        options.trees, nodes=sizes, room=max(sizes[-1], options.trees.room), tips=1, branches=branches
-    )
-    options = dataclasses.replace(options, trees=trees)
-    return Speculation(target, _drafter(target, tokenizer, options, threads), options)
-
-
-def _drafter(
-    target: ProgramRunner, tokenizer: Tokenizer, options: SpeculationOptions, threads: int
-) -> Drafter:
-    if options.drafter == "ngram":
-        return NgramDrafter(options.trees)
-    if options.drafter == "level":
-        runner = ProgramRunner(target.executor, options.level, target.token_chooser)
-        return ProgramDrafter(runner, options.trees)
-    if options.drafter != "model" or options.model is None:
-        raise ConfigError(
-            f"there is no drafter {options.drafter!r} of programs; there are model, ngram, level"
-        )
-    folder = Path(options.model)
-    executor = open_executor(folder, threads=threads)
-    if not Tokenizer(executor.manifest.read_tokenizer(folder)).same_tokens(tokenizer):
-        raise ConfigError(
-            f"{folder} has another tokenizer than the programs that it is to draft for; export a model that "
-            "was trained on theirs"
-        )
-    # It samples nothing, so any chooser will do.
-    runner = ProgramRunner(executor, token_chooser=target.token_chooser)
-    require_same_kind(folder, runner.cfg, "the target", target.cfg)
-    return ProgramDrafter(runner, options.trees)
 
 
 class ProgramDrafter(Drafter):
@@ -132,7 +69,13 @@ class ProgramDrafter(Drafter):
         leaves: list[tuple[int, int, float]] = []
         confidences = [1.0]
         while True:
-            tokens, shares = self._likeliest(logits)
+            # The most likely tokens, at most as many as a node's children, and their probabilities.
+            count = self._shape.branches
+            likely = logits.argpartition(-count)[-count:]
+            likely = likely[np.argsort(-logits[likely], kind="stable")]
+            top = logits[likely[0]]
+            shares = (np.exp(logits[likely] - top) / np.exp(logits - top).sum()).tolist()
+            tokens = likely.tolist()
             confidence, node = confidences[-1], len(line)
             leaves += [
                 (node, token, confidence * share)
@@ -183,12 +126,3 @@ class ProgramDrafter(Drafter):
         self.times.run_s = running_mean(self.times.run_s or None, time.perf_counter() - began)
         self.times.steps += 1
         return logits
-
-    def _likeliest(self, logits: np.ndarray) -> tuple[list[int], list[float]]:
-        """The most likely tokens, at most as many as a node's children, and their probabilities."""
-        count = self._shape.branches
-        most = logits.argpartition(-count)[-count:]
-        most = most[np.argsort(-logits[most], kind="stable")]
-        top = logits[most[0]]
-        shares = np.exp(logits[most] - top) / np.exp(logits - top).sum()
-        return most.tolist(), shares.tolist()

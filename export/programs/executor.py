@@ -1,36 +1,39 @@
 """Defines what executors of programs share.
 
-`live.py` jits the steps themselves, `stablehlo.py` runs files of `jax.export`, `litert.py` a `.tflite` model.
+`live.py` jits the steps themselves, `jax_programs.py` runs files of `jax.export`, `litert.py` a `.tflite`
+model.
 """
 
 import abc
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxllm.config import WHOLE
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, ContextGone
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import ADAPTER, adapter_file
 from jaxllm.export.folder_format.signature import Interface, Signature
 from jaxllm.serving.host.progress import Progress
-
-NO_ADAPTER = ""
+from jaxllm.serving.server.calls import AdapterFacts, AdapterGone
 
 
 class FolderAdapters:
-    """Reads adapters of a folder on first use, and selects the current one.
+    """The adapters that were exported with a model, read on first use, and the current one. They are those of
+    a server, too (see `jaxllm.serving.server.opening.Adapters`).
 
     Attributes:
       used: name of the current adapter; empty for none.
     """
 
     def __init__(self, manifest: Manifest, folder: Path | None = None) -> None:
-        self._manifest, self._folder, self.used = manifest, folder, NO_ADAPTER
+        self._manifest, self._folder, self.used = manifest, folder, ""
         self._arrays: dict[tuple[str, int], np.ndarray] = {}
+        self._opened_s = time.time()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -42,15 +45,29 @@ class FolderAdapters:
         """A number of the adapter in use, 0 for none: caches of one are of no use to another."""
         return 1 + self.names.index(self.used) if self.used else 0
 
+    @property
+    def size_bytes(self) -> int:
+        """See `Adapters`."""
+        return sum(each.size_bytes for each in self.facts())
+
+    def facts(self) -> list[AdapterFacts]:
+        """See `Adapters`."""
+        inputs, made = self._manifest.adapters, self._opened_s
+        size = 0 if inputs is None else inputs.file_bytes
+        return [
+            AdapterFacts(name=each, digest=self.digest(each), size_bytes=size, created_s=made)
+            for each in self.names
+        ]
+
     def require(self, name: str) -> None:
         """Checks that an adapter exists; "", which is none, does.
 
         Raises:
-          ConfigError: it does not.
+          AdapterGone: it does not.
         """
         if name and name not in self.names:
             known = ", ".join(self.names) or "none"
-            raise ConfigError(
+            raise AdapterGone(
                 f"the programs have no adapter {name!r:.80}, but {known}; export the model with "
                 "--adapter-input NAME=DIR"
             )
@@ -59,7 +76,7 @@ class FolderAdapters:
         """Gives programs another adapter from now on; "" for none.
 
         Raises:
-          ConfigError: the folder has no such adapter.
+          AdapterGone: the folder has no such adapter.
           ProgramError: its file is corrupt.
         """
         self.require(name)
@@ -72,9 +89,43 @@ class FolderAdapters:
         """The checksum of an adapter's file; empty for none."""
         return self._manifest.files[adapter_file(name)].xxh3_128 if name else ""
 
-    def name_of(self, digest: str) -> str | None:
-        """Name of the adapter of a digest, empty for none; None if the folder has none with it."""
-        return next((each for each in (NO_ADAPTER, *self.names) if self.digest(each) == digest), None)
+    def name_of(self, digest: str) -> str:
+        """Name of the adapter of a digest, empty for none; the digest itself if the folder has none with
+        it."""
+        return next((each for each in self.names if self.digest(each) == digest), digest)
+
+    def of_context(self, digest: str, context: str, asked: str = "") -> str:
+        """Returns the adapter of a context's turn (see `Adapters.of_context`).
+
+        Raises:
+          ContextGone: it was not exported.
+          ConfigError: the call requests another one.
+        """
+        self.require(asked)
+        known = {self.digest(each): each for each in ("", *self.names)}
+        if digest not in known:
+            raise ContextGone(
+                f"the context {context} was made with an adapter that is not among these programs "
+                f"({digest}): run those that have it, or delete it"
+            )
+        if asked not in ("", name := known[digest]):
+            made = f"the adapter {name!r}" if name else "no adapter"
+            raise ConfigError(
+                f"the context {context} was made with {made}, and its cache is of no use to {asked!r:.80}; "
+                "leave the adapter out, or make another context"
+            )
+        return name
+
+    def read(self, name: str, folder: str) -> Any:
+        """Refuses: adapters are exported with the model."""
+        raise ConfigError(
+            "programs have the adapters that they were exported with; export the model with --adapter-input"
+        )
+
+    def unload(self, name: str) -> Collection[tuple[int, int]]:
+        """Refuses: they are the folder's."""
+        self.require(name)
+        raise ConfigError(f"the adapter {name!r:.80} was exported with the programs, and stays")
 
     def array(self, level: int, name: str) -> np.ndarray:
         """An adapter as an input of a level's programs, which accept one, `[N]` float32."""
@@ -154,7 +205,6 @@ class Executor(abc.ABC):
           Its outputs by name, which NumPy can read; and the caches.
         """
 
-    @abc.abstractmethod
     def keep(self, signature: Signature, caches: Any, at: int, path: np.ndarray) -> Any:
         """Moves an accepted path of a tree to the beginning of the tree in the caches.
 
@@ -166,7 +216,11 @@ class Executor(abc.ABC):
 
         Returns:
           The caches.
+
+        Raises:
+          ConfigError: it moves no rows (see `moves_rows`).
         """
+        raise ConfigError(f"{signature.name} moves no rows, {path.tolist()}: give it lines of tokens")
 
     def _interface(self, signature: Signature) -> Interface:
         if signature.name not in self._interfaces:

@@ -1,21 +1,30 @@
 """Runs programs by JAX: compiled once, cached for later processes, with donated caches; and samples tokens by
 buckets that are compiled ahead of time.
+
+StableHLO programs have separate weights. A program's sizes are checked before it is compiled: it uses the
+manifest's arrays, and none that is far larger. Its computation is not checked: trust a folder of programs as
+you would a library (see SECURITY.md).
 """
 
 import abc
 import dataclasses
-import functools
+import hashlib
 import itertools
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.errors import ProgramError, one_line
-from jaxllm.export.folder_format.manifest import Manifest
+from jaxllm.errors import ConfigError, ProgramError, one_line
+from jaxllm.export.contents import require_extra
+from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest
 from jaxllm.export.folder_format.signature import CODED_KINDS, Shapes, Signature, lengthened
+from jaxllm.export.folder_format.weights import read_weights
 from jaxllm.export.programs.executor import Executor, FolderAdapters
 from jaxllm.sampling import SamplerState, Sampling, sample, sampler_state
 from jaxllm.serving.buckets.bucket import Bucket, ids, shapes_of, tree_shapes
@@ -25,6 +34,19 @@ from jaxllm.serving.host.progress import Progress
 from jaxllm.speculation.token_tree import TokenTree
 from jaxllm.speculation.tree import choices
 
+if TYPE_CHECKING:
+    import jax.export
+
+# JAX's name of a platform -> the name in manifests.
+_PLATFORMS = {"gpu": "cuda"}
+# Alignment in bytes of an array that a CPU uses in place.
+_ALIGN = 64
+# Maximum bytes of one program, which has no weights.
+MAX_PROGRAM_BYTES = 64 << 20
+# Factor over the largest argument or result of a program, and number of elements that is always allowed.
+_LARGEST, _SMALL = 256, 1 << 20
+_TENSOR = re.compile(r"\btensor<((?:[?*\d]+x)*)")
+_CUSTOM_CALL = re.compile(r"\b\w+\.custom_call\b")
 Caches = dict[str, jax.Array]
 # Name, shape and dtype of each cache, sorted by name: a field of a bucket.
 _CacheShapes = tuple[tuple[str, tuple[int, ...], str], ...]
@@ -215,9 +237,15 @@ class ProgramGrowBucket(Bucket):
     def lower(self, model: JaxPrograms, /) -> jax.stages.Lowered:
         """(caches) -> caches."""
         del model
+        added = self.long_tokens - self.short_tokens
+
+        def padded(caches: Caches) -> Caches:
+            return {
+                name: jnp.pad(rows, ((0, 0), (0, 0), (0, added), (0, 0))) for name, rows in caches.items()
+            }
+
         # Nothing is donated: no buffer of the short caches has the size of one of the long caches.
-        grow = jax.jit(functools.partial(_padded, tokens=self.long_tokens - self.short_tokens))
-        return grow.lower(_named(self.shapes))
+        return jax.jit(padded).lower(_named(self.shapes))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,7 +258,16 @@ class ProgramKeepBucket(Bucket):
     def lower(self, model: JaxPrograms, /) -> jax.stages.Lowered:
         """(caches, row of the root, nodes) -> caches."""
         del model
-        keep = jax.jit(_moved, donate_argnums=(0,))
+
+        def moved(caches: Caches, at: jax.Array, nodes: jax.Array) -> Caches:
+            return {
+                name: jax.lax.dynamic_update_slice_in_dim(
+                    rows, jnp.take(rows, at + nodes, axis=2), at, axis=2
+                )
+                for name, rows in caches.items()
+            }
+
+        keep = jax.jit(moved, donate_argnums=(0,))
         return keep.lower(_named(self.shapes), np.int32(0), ids(self.nodes))
 
 
@@ -243,16 +280,131 @@ def _named(shapes: _CacheShapes) -> dict[str, jax.ShapeDtypeStruct]:
     return {name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for name, shape, dtype in shapes}
 
 
-def _padded(caches: Caches, *, tokens: int) -> Caches:
-    return {name: jnp.pad(rows, ((0, 0), (0, 0), (0, tokens), (0, 0))) for name, rows in caches.items()}
+class StableHloExecutor(JaxPrograms):
+    """Runs the programs of a folder. On a CPU the weights are in memory once, and a level reads the first
+    units of the whole model's; other devices have a copy for each level."""
+
+    def __init__(self, manifest: Manifest, folder: Path, kept: CompiledBucketFolder | None = None) -> None:
+        """Opens the folder.
+
+        Raises:
+          ConfigError: the programs are for other devices, or the extra is missing.
+          ProgramError: a file is corrupt, or the weights are another model's.
+        """
+        require_extra("stablehlo", "flatbuffers")
+        device = jax.devices()[0]
+        platform = _PLATFORMS.get(device.platform, device.platform)
+        if platform not in manifest.platforms:
+            raise ConfigError(
+                f"{folder} was exported for {', '.join(manifest.platforms)}, this device is {platform}; "
+                f"export the model with --platform {platform}"
+            )
+        arrays = read_weights(manifest.require_intact(folder, WEIGHTS), model=manifest.model)
+        if platform == "cpu":
+            # In one block of memory, which the system allocates in large pages: a decoded token reads all
+            # weights, which is slower from the small pages of a mapped file.
+            block = np.empty(
+                sum(each.nbytes + -each.nbytes % _ALIGN for each in arrays.values()) + _ALIGN, np.uint8
+            )
+            at, mapped = -block.ctypes.data % _ALIGN, arrays
+            arrays = {}
+            for name, each in mapped.items():
+                arrays[name] = block[at : at + each.nbytes].view(each.dtype).reshape(each.shape)
+                arrays[name][...] = each
+                at += each.nbytes + -each.nbytes % _ALIGN
+        weights = {
+            level: {
+                name: jax.device_put(view, device, may_alias=True)
+                for name, view in each.views(arrays).items()
+            }
+            for level, each in manifest.levels.items()
+        }
+        adapters, tiny = FolderAdapters(manifest, folder), {}
+        if manifest.tiny_lm is not None:
+            stored = read_weights(manifest.require_intact(folder, TINY_WEIGHTS), model=manifest.model)
+            tiny = {name: jax.device_put(each) for name, each in stored.items()}
+        super().__init__(manifest, weights, kept, tiny_lm=tiny, adapters=adapters)
+        self._folder = folder
+
+    def step(self, signature: Signature) -> Callable[..., dict[str, jax.Array]]:
+        """See `JaxPrograms`; the program is within its bounds."""
+        # Imported here, because it is slow and cached buckets do not need it.
+        import jax.export
+
+        exported = jax.export.deserialize(bytearray(self._program(signature)))
+        self.bounds(signature).require(exported, self.path(signature))
+        # Results have the names that were checked.
+        return cast("Callable[..., dict[str, jax.Array]]", exported.call)
+
+    def contents(self, signature: Signature) -> str:
+        """See `JaxPrograms`; by SHA-256, so that no other file has it."""
+        return f"{hashlib.sha256(self._program(signature)).hexdigest()} {self.bounds(signature)}"
+
+    def _program(self, signature: Signature) -> bytes:
+        return self.manifest.read_intact(self._folder, signature.file, most_bytes=MAX_PROGRAM_BYTES)
+
+    def bounds(self, signature: Signature) -> "Bounds":
+        """The bounds of a signature's program."""
+        interface, weights = self.manifest.interface(signature), self.weights_of(signature)
+        shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in weights.items()}
+        caches, outputs = jax_shapes(interface.caches), jax_shapes(interface.outputs)
+        inputs = shapes, caches, jax_shapes(interface.inputs)
+        return Bounds(inputs, caches | outputs if interface.writes else outputs)
+
+    def path(self, signature: Signature) -> str:
+        """See `JaxPrograms`."""
+        return str(self._folder / signature.file)
 
 
-def _moved(caches: Caches, at: jax.Array, nodes: jax.Array) -> Caches:
-    """The rows of some nodes moved to consecutive rows from `at` on, the first row of the tree."""
-    return {
-        name: jax.lax.dynamic_update_slice_in_dim(rows, jnp.take(rows, at + nodes, axis=2), at, axis=2)
-        for name, rows in caches.items()
-    }
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Bounds of a program.
+
+    Attributes:
+      inputs, outputs: trees of the shapes of arguments and results.
+    """
+
+    inputs: Any
+    outputs: Mapping[str, jax.ShapeDtypeStruct]
+
+    @property
+    def largest_elements(self) -> int:
+        """Maximum number of elements of an array."""
+        return _SMALL + _LARGEST * max(
+            math.prod(each.shape) for each in jax.tree.leaves((self.inputs, self.outputs))
+        )
+
+    def require(self, exported: "jax.export.Exported", name: str) -> None:
+        """Checks a program, called `name`, before it is compiled.
+
+        Raises:
+          ProgramError: its arguments or results are not those of the manifest, it calls external functions,
+            or it allocates an array of an unknown size or of one that no model of this size has.
+        """
+        for verb, avals, tree, expected in (
+            ("takes", exported.in_avals, exported.in_tree, (self.inputs, {})),
+            ("returns", exported.out_avals, exported.out_tree, self.outputs),
+        ):
+            actual = [(tuple(each.shape), each.dtype.name) for each in avals]
+            wanted = [(tuple(each.shape), each.dtype.name) for each in jax.tree.leaves(expected)]
+            if actual != wanted or tree != jax.tree.structure(expected):
+                differing = [pair for pair in zip(actual, wanted, strict=False) if pair[0] != pair[1]][:1]
+                raise ProgramError(
+                    f"{name}: it {verb} {len(actual)} arrays, the manifest says {len(wanted)}, or others: "
+                    f"{differing}; export the model again"
+                )
+        text = exported.mlir_module()
+        if (call := _CUSTOM_CALL.search(text)) is not None:
+            callee = text[call.end() : call.end() + 60].strip().split("(")[0]
+            raise ProgramError(f"{name}: it calls {callee} outside of itself; export the model again")
+        for shape in dict.fromkeys(_TENSOR.findall(text)):
+            sizes = shape.split("x")[:-1]
+            known = all(each.isdigit() for each in sizes)
+            if not known or math.prod(map(int, sizes)) > self.largest_elements:
+                raise ProgramError(
+                    f"{name}: it allocates an array of {'x'.join(sizes)[:80]} numbers, and a model of its "
+                    f"size at most {self.largest_elements}; export the model again"
+                )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -72,8 +72,9 @@ class PackedFolder:
         Yields:
           The file; None if the folder cannot be used.
         """
-        place = f"{_digest(str(program.resolve()))}-{width}-"
-        named = f"{place}{_digest(made_of)}-"
+        digest = xxhash.xxh3_128_hexdigest
+        place = f"{digest(str(program.resolve()).encode())}-{width}-"
+        named = f"{place}{digest(made_of.encode())}-"
         try:
             make_private_folder(self._folder)
             packed = self._found(named)
@@ -144,10 +145,6 @@ class PackedFolder:
             total -= size
         for each in gone:
             each.unlink(missing_ok=True)
-
-
-def _digest(text: str) -> str:
-    return xxhash.xxh3_128_hexdigest(text.encode())
 
 
 def _checksum(path: Path) -> str:
@@ -343,12 +340,6 @@ class LiteRtExecutor(Executor):
         except RuntimeError as error:
             raise ProgramError(f"LiteRT cannot run {signature.name} ({one_line(error)})") from error
         return {name: _read(results[name], *each) for name, each in interface.outputs.items()}, after
-
-    def keep(self, signature: Signature, caches: Buffers, at: int, path: np.ndarray) -> Buffers:
-        """Refuses (see `moves_rows`)."""
-        raise ConfigError(
-            f"LiteRT moves no rows, {path.tolist()} of {signature.name}: give it lines of tokens"
-        )
 
     def _buffers_of(self, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]]:
         """The buffers of a signature's inputs and outputs by name, without caches and what `place` makes."""

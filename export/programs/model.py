@@ -8,23 +8,28 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxllm.config import WHOLE
-from jaxllm.export.folder_format.manifest import LOOP, MAIN, TINY_TOKENIZER, TOKENIZER
+from jaxllm.errors import BudgetExceeded, ConfigError
+from jaxllm.export.folder_format.manifest import LOOP, MAIN, TINY_TOKENIZER, TOKENIZER, Manifest
 from jaxllm.export.folder_format.parts import KEEP, MODEL, PROMPT, TinyLmFacts, adapter_file
 from jaxllm.export.folder_format.signature import MASK, TOKENS
-from jaxllm.export.programs.drafts import make_drafts
+from jaxllm.export.programs.drafts import ProgramDrafter
 from jaxllm.export.programs.executor import Executor
-from jaxllm.export.programs.opening import cached_buckets, open_executor
 from jaxllm.export.programs.runner import ProgramRunner, TokenChooser
 from jaxllm.serving.engine.decoding import Drafts
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.forked import require_not_forked, watch_for_forks
+from jaxllm.serving.host.machine import memory_bytes
 from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.host.user_cache import buckets_bytes
+from jaxllm.serving.speculation.drafter import Drafter, require_same_kind
+from jaxllm.serving.speculation.lookup import NgramDrafter
 from jaxllm.serving.speculation.speculation import Speculation
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 if TYPE_CHECKING:
     from jaxllm.export.programs.stages import StagePrograms
+    from jaxllm.serving.buckets.store import CompiledBucketFolder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,25 +38,6 @@ class ProgramTinyLm(TinyLmFacts):
     `jaxllm.serving.elastic.tiny_proposer.TinyClasses`); `tokenizer`: its own, None for the model's."""
 
     tokenizer: TokenizerFiles | None = None
-
-
-class TinyLmPrograms:
-    """Runs the programs of a tiny LM (see `jaxllm.serving.elastic.tiny_proposer.TinyProposer`).
-
-    Attributes:
-      lengths: lengths of rows that there are programs for, ascending.
-    """
-
-    def __init__(self, executor: Executor) -> None:
-        self._executor, self.lengths = executor, executor.manifest.tiny_lm_tokens()
-
-    def run(self, row: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Reads a row `[1, T]` int32 with its mask `[1, T]` bool; T is one of `lengths`."""
-        manifest = self._executor.manifest
-        signature = manifest.signature("tiny_lm", row.shape[1], WHOLE, manifest.context_tokens)
-        out, _ = self._executor.run(signature, {TOKENS: row, MASK: mask})
-        keep, model, prompt = (np.asarray(out[name]) for name in (KEEP, MODEL, PROMPT))
-        return keep, model, prompt
 
 
 class ProgramModel:
@@ -122,9 +108,60 @@ class ProgramModel:
             self._runners[level] = ProgramRunner(self.executor, level, self._token_chooser)
         return self._runners[level]
 
+    def run_tiny_lm(self, row: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Scores a row `[1, T]` int32 with its mask `[1, T]` bool by the tiny LM (see
+        `jaxllm.serving.elastic.tiny_proposer.TinyProposer`); T is a length that it has a program for."""
+        manifest = self.executor.manifest
+        signature = manifest.signature("tiny_lm", row.shape[1], WHOLE, manifest.context_tokens)
+        out, _ = self.executor.run(signature, {TOKENS: row, MASK: mask})
+        keep, model, prompt = (np.asarray(out[name]) for name in (KEEP, MODEL, PROMPT))
+        return keep, model, prompt
+
     def drafts(self, level: int, options: SpeculationOptions, *, threads: int = 0) -> Speculation:
-        """Drafts for a level (see `make_drafts`)."""
-        return make_drafts(self.runner(level), self.tokenizer, options, threads=threads)
+        """Makes drafts for a level, by the drafter in the options.
+
+        Args:
+          level: level that answers.
+          options: options with a folder of programs as `model`; the sizes of `trees` are replaced by those
+            that the level verifies.
+          threads: number of threads of LiteRT for the drafter; 0 for all cores of this process.
+
+        Raises:
+          ConfigError: the level cannot verify trees, or the drafter does not fit it.
+          ProgramError: the drafter's folder is not one of programs, corrupt, or of other weights.
+        """
+        target, executor = self.runner(level), self.executor
+        sizes = executor.manifest.sizes("verify", level)
+        if not sizes:
+            raise ConfigError(
+                f"the programs of level {level} verify no drafts; export the model with --verify-tokens 4 "
+                "--verify-tokens 8"
+            )
+        branches = options.trees.branches if executor.moves_rows else 1
+        trees = dataclasses.replace(
+            options.trees, nodes=sizes, room=max(sizes[-1], options.trees.room), tips=1, branches=branches
+        )
+        if options.drafter == "ngram":
+            drafter: Drafter = NgramDrafter(trees)
+        elif options.drafter == "level":
+            drafter = ProgramDrafter(ProgramRunner(executor, options.level, self._token_chooser), trees)
+        elif options.drafter == "model" and options.model is not None:
+            folder = Path(options.model)
+            other = open_executor(folder, threads=threads)
+            if not Tokenizer(other.manifest.read_tokenizer(folder)).same_tokens(self.tokenizer):
+                raise ConfigError(
+                    f"{folder} has another tokenizer than the programs that it is to draft for; export a "
+                    "model that was trained on theirs"
+                )
+            # It samples nothing, so any chooser will do.
+            runner = ProgramRunner(other, token_chooser=self._token_chooser)
+            require_same_kind(folder, runner.cfg, "the target", target.cfg)
+            drafter = ProgramDrafter(runner, trees)
+        else:
+            raise ConfigError(
+                f"there is no drafter {options.drafter!r} of programs; there are model, ngram, level"
+            )
+        return Speculation(target, drafter, dataclasses.replace(options, trees=trees))
 
     def warm_up(
         self,
@@ -165,15 +202,50 @@ class ProgramModel:
         with self.executor.lock:
             self.executor.adapters.use("" if folder is None else str(folder))
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters in the folder."""
-        return self.executor.adapters.names
-
     def close(self) -> None:
         """Ends the threads of the two processors, if there are any."""
         if self.stages is not None:
             self.stages.close()
+
+
+def open_executor(folder: Path, *, threads: int = 0) -> Executor:
+    """Opens the executor of a folder of `jaxllm export`.
+
+    Args:
+      folder: folder of programs.
+      threads: number of threads of LiteRT; 0 for all cores of this process.
+
+    Raises:
+      ProgramError: the folder is not one of programs, corrupt, or of other weights.
+      ConfigError: its runtime is not installed, or it does not support this device.
+      BudgetExceeded: its caches are larger than this machine's memory.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; make one with `jaxllm export`")
+    manifest = Manifest.read(folder)
+    there = memory_bytes()
+    for level in manifest.levels:
+        taken = manifest.cache_bytes(level, manifest.context_tokens) + manifest.source_bytes(level)
+        if there is not None and taken > there:
+            raise BudgetExceeded(
+                f"{folder}: caches of {manifest.context_tokens} tokens take {taken:,} bytes, and this "
+                f"machine has {there:,}; export the model with a shorter --context"
+            )
+    if manifest.format == "stablehlo":
+        from jaxllm.export.programs.jax_programs import StableHloExecutor
+
+        return StableHloExecutor(manifest, folder, cached_buckets())
+    from jaxllm.export.programs.litert import LiteRtExecutor
+
+    return LiteRtExecutor(manifest, folder, threads=threads)
+
+
+def cached_buckets() -> "CompiledBucketFolder | None":
+    """This user's folder of compiled buckets; None if its limit is 0."""
+    # Here, because LiteRT's programs run without JAX.
+    from jaxllm.serving.buckets.store import CompiledBucketFolder
+
+    return CompiledBucketFolder.of_user(limit_bytes=buckets_bytes())
 
 
 def open_program_model(

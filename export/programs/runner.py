@@ -127,7 +127,7 @@ class ProgramRunner(Runner):
         self.executor, self.level, self.lock = executor, level, executor.lock
         self.cfg = manifest.levels[level].cfg
         context = manifest.context_tokens
-        self.options = ProgramOptions(context, manifest.chunk_tokens(level, context))
+        self.options = ProgramOptions(context, manifest.sizes("prefill", level))
         # Cached, because every token needs them.
         self._lengths = manifest.cache_tokens(level)
         if token_chooser is None:
@@ -214,7 +214,7 @@ class ProgramRunner(Runner):
         return dataclasses.replace(cache, source=source)
 
     def _encoding(self, tokens: int) -> Signature:
-        lengths = self.executor.manifest.encode_tokens(self.level)
+        lengths = self.executor.manifest.sizes("encode", self.level)
         if not lengths:
             raise ConfigError(f"{self.cfg.model_type} has no encoder to read a source; give it a prompt")
         length = next((each for each in lengths if each >= tokens), lengths[-1])
@@ -277,15 +277,34 @@ class ProgramRunner(Runner):
 
     def decode(self, row: BatchRow) -> DecodedRow:
         """See `Runner`; a dispatch for each block of tokens, or for each token if there is no program of
-        blocks, until a stop token."""
+        blocks, until a stop token.
+
+        Raises:
+          ProgramError: a block returns no tokens, more than requested, or others than the vocabulary's.
+        """
         cache, sampler, first = row.cache, row.sampler, row.cache.length
-        stops, decoded = set(row.stop_ids.tolist()), [int(np.asarray(row.token)[0])]
-        block = self.executor.manifest.block_tokens(self.level, cache.capacity_tokens)
+        stops, decoded, room = (
+            set(row.stop_ids.tolist()),
+            [int(np.asarray(row.token)[0])],
+            cache.capacity_tokens,
+        )
+        block = max(self.executor.manifest.sizes("block", self.level, room), default=1)
         while len(decoded) <= row.limit and (len(decoded) == 1 or decoded[-1] not in stops):
             at, left = int(first) + len(decoded) - 1, row.limit + 1 - len(decoded)
             if block > 1 and (self.executor.stops_early or 2 * left > block):
-                block_controls = controls(sampler, row.stop_ids, min(left, block))
-                found, cache = self._block(cache, decoded[-1], at, block_controls)
+                most, program = min(left, block), self._program("block", block, room)
+                inputs = chunk_inputs(decoded[-1:], 1, at) | controls(sampler, row.stop_ids, most)
+                out, cache = self._run(program, cache, at, inputs)
+                found = np.asarray(out[NEXT_TOKENS])[0, : np.asarray(out[COUNT])[0]]
+                real = (
+                    1 <= len(found) <= most and NO_TOKEN <= found.min() <= found.max() < self.cfg.vocab_size
+                )
+                if not real:
+                    raise ProgramError(
+                        f"{program.name} gave {found.tolist()!s:.80}, not 1 to {most} tokens of "
+                        f"{self.cfg.vocab_size}; export the model again"
+                    )
+                cache = cache.after(cache.caches, at + len(found))
                 sampler = sampler if _likeliest(sampler) else counted(sampler, found)
                 decoded += found.tolist()
                 continue
@@ -307,27 +326,6 @@ class ProgramRunner(Runner):
         """Runs a program over a cache, which then has `length` positions in use; returns its outputs."""
         out, caches = self.executor.run(program, {**inputs, **(cache.source or {})}, cache.caches)
         return out, cache.after(caches, length)
-
-    def _block(
-        self, cache: ProgramCache, token: int, at: int, controls: Mapping[str, np.ndarray]
-    ) -> tuple[np.ndarray, ProgramCache]:
-        """Runs a token at position `at`, and those that are sampled after it: the sampled tokens, and the
-        cache.
-
-        Raises:
-          ProgramError: the program returns no tokens, more than requested, or others than the vocabulary's.
-        """
-        room = cache.capacity_tokens
-        program = self._program("block", self.executor.manifest.block_tokens(self.level, room), room)
-        out, cache = self._run(program, cache, at, {**chunk_inputs([token], 1, at), **controls})
-        tokens = np.asarray(out[NEXT_TOKENS])[0, : np.asarray(out[COUNT])[0]]
-        most = int(controls["limit"][0])
-        if not 1 <= len(tokens) <= most or not NO_TOKEN <= tokens.min() <= tokens.max() < self.cfg.vocab_size:
-            raise ProgramError(
-                f"{program.name} gave {tokens.tolist()!s:.80}, not 1 to {most} tokens of "
-                f"{self.cfg.vocab_size}; export the model again"
-            )
-        return tokens, cache.after(cache.caches, at + len(tokens))
 
     def verify(
         self,
@@ -372,12 +370,19 @@ class ProgramRunner(Runner):
         """
         require_decoder_alone(self.cfg, "scoring or embedding text")
         cache, scores = self.start(len(tokens)), []
-        sizes = self.executor.manifest.verify_tokens(self.level, cache.capacity_tokens)
+        sizes = self.executor.manifest.sizes("verify", self.level, cache.capacity_tokens)
         size = sizes[-1] if sizes else 1
         for at in range(0, len(tokens), size):
             part, goals = tokens[at : at + size], np.asarray(targets[at : at + size])
             if sizes:
-                logits, cache = self._read_run(cache, part, at, size)
+                # Consecutive tokens are verified as a tree without branches.
+                row, real = padded(part, size)
+                mask = np.tril(np.ones((size, size), np.bool_))
+                mask[real:] = False
+                inputs = {TOKENS: row, POSITIONS: np.arange(at, at + size, dtype=np.int32), MASK: mask}
+                program = self._program("verify", size, cache.capacity_tokens)
+                out, cache = self._run(program, cache, at + real, inputs)
+                logits = np.asarray(out[LOGITS])[0, :real]
             else:
                 logits, cache = self.step(cache, part[0], at)
             wide = np.asarray(logits, np.float64)
@@ -385,19 +390,6 @@ class ProgramRunner(Runner):
             chosen = wide[np.arange(len(goals)), goals]
             scores.append(chosen - np.log(np.exp(wide).sum(axis=-1)))
         return np.concatenate(scores)
-
-    def _read_run(
-        self, cache: ProgramCache, part: Sequence[int], at: int, size: int
-    ) -> tuple[np.ndarray, ProgramCache]:
-        """Logits `[n, V]` after each of n consecutive tokens, which are verified as a tree without
-        branches."""
-        row, real = padded(part, size)
-        mask = np.tril(np.ones((size, size), np.bool_))
-        mask[real:] = False
-        inputs = {TOKENS: row, POSITIONS: np.arange(at, at + size, dtype=np.int32), MASK: mask}
-        program = self._program("verify", size, cache.capacity_tokens)
-        out, cache = self._run(program, cache, at + real, inputs)
-        return np.asarray(out[LOGITS])[0, :real], cache
 
     def _length_for(self, tokens: int) -> int:
         """Returns the length of the shortest caches for `tokens`, preferably with a prepared program."""
@@ -411,7 +403,7 @@ class ProgramRunner(Runner):
         return next(ready, fitting[0])
 
     def _chunks(self, tokens: int, room: int) -> list[int]:
-        lengths = self.executor.manifest.chunk_tokens(self.level, room)
+        lengths = self.executor.manifest.sizes("prefill", self.level, room)
         return plan_chunks(tokens, lengths) if tokens > 0 else []
 
 

@@ -37,7 +37,7 @@ from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.contexts.codecs import AXES, ChunkFormat, Sharing
+from jaxllm.contexts.codecs import AXES, Sharing
 from jaxllm.contexts.coding import quantized_part
 from jaxllm.export.folder_format.parts import ADAPTER, INPUT_LEFT, INPUT_RIGHT, LEFT, RIGHT, AdapterInputs
 from jaxllm.export.folder_format.signature import (
@@ -56,6 +56,7 @@ from jaxllm.export.folder_format.signature import (
     TOKENS,
     VALUES,
     Signature,
+    chunk_format,
     sampler_of,
 )
 from jaxllm.kv.cache import KVCache, TokenPositions, TreePositions
@@ -355,62 +356,41 @@ def choose(
     return jnp.where(jnp.abs(found) < jnp.inf, token, NO_TOKEN)
 
 
-def run_encode_chunks(
-    weights: Arrays, caches: Arrays, inputs: Arrays, *, cfg: ModelConfig, form: ChunkFormat, bits: int
+def run_chunks(
+    weights: Arrays, caches: Arrays, inputs: Arrays, *, cfg: ModelConfig, signature: Signature
 ) -> dict[str, jax.Array]:
-    """Encodes chunks of all layers at a width (see the module); `weights` is empty."""
-    chunks = inputs[CHUNKS]
-    Axes("run_encode_chunks").check(jnp.int32, "n", chunks=chunks)
-    found = {}
+    """Encodes chunks of all layers at the signature's width, or loads them into caches (see the module);
+    `weights` is empty."""
+    chunks, form, bits = inputs[CHUNKS], chunk_format(signature.codec), signature.bits
+    Axes("run_chunks").check(jnp.int32, "n", chunks=chunks)
+    step, planes, found = np.float32(2**bits), 8 // bits, {}
     sides: tuple[tuple[str, Sharing], ...] = ((KEYS, form.codec.keys), (VALUES, form.codec.values))
     for layer in range(cfg.layers):
         for name, sharing in sides:
             side = name.format(layer)
-            taken = jnp.concatenate(
-                [slice_in_dim(caches[side], at * form.tokens, form.tokens, axis=2) for at in chunks]
-            )
-            # No constant for converters, which would multiply by its reciprocal and so round otherwise.
-            most = jax.lax.optimization_barrier(jnp.float32(2**bits - 1))
-            levels, low, scale = quantized_part(form.codec.transformed(taken), AXES[sharing], most)
-            found[LEVELS.format(side)] = _packed(levels, bits)
-            found[FACTORS.format(side)] = jnp.stack([low, scale], axis=1).astype(jnp.float32)
-    return found
-
-
-def run_load_chunks(
-    weights: Arrays, caches: Arrays, inputs: Arrays, *, cfg: ModelConfig, form: ChunkFormat, bits: int
-) -> dict[str, jax.Array]:
-    """Writes chunks of all layers into caches (see the module); `weights` is empty."""
-    chunks = inputs[CHUNKS]
-    Axes("run_load_chunks").check(jnp.int32, "n", chunks=chunks)
-    found = {}
-    for layer in range(cfg.layers):
-        for name in (KEYS, VALUES):
-            side = name.format(layer)
-            factors = inputs[FACTORS.format(side)]
-            levels = _unpacked(inputs[LEVELS.format(side)], bits)
-            rows = form.codec.transformed(factors[:, 0] + factors[:, 1] * levels).astype(caches[side].dtype)
-            whole = caches[side]
+            levels, factors, whole = LEVELS.format(side), FACTORS.format(side), caches[side]
+            if signature.kind == "encode_chunks":
+                taken = [slice_in_dim(whole, at * form.tokens, form.tokens, axis=2) for at in chunks]
+                # No constant for converters, which would multiply by its reciprocal and so round otherwise.
+                most = jax.lax.optimization_barrier(jnp.float32(2**bits - 1))
+                rows = form.codec.transformed(jnp.concatenate(taken))
+                codes, low, scale = quantized_part(rows, AXES[sharing], most)
+                packed, *rest = jnp.split(codes, planes, axis=-1)
+                # The first channels are in the lowest bits.
+                for index, plane in enumerate(rest, start=1):
+                    packed = packed + plane * np.float32(2 ** (index * bits))
+                found[levels] = packed.astype(jnp.uint8)
+                found[factors] = jnp.stack([low, scale], axis=1).astype(jnp.float32)
+                continue
+            packed, parts = inputs[levels].astype(jnp.float32), []
+            for _ in range(planes):
+                above = jnp.floor(packed / step)
+                parts.append(packed - above * step)
+                packed = above
+            low, scale = inputs[factors][:, 0], inputs[factors][:, 1]
+            rows = form.codec.transformed(low + scale * jnp.concatenate(parts, axis=-1)).astype(whole.dtype)
             for place in range(chunks.shape[0]):
                 at = chunks[place] * form.tokens
                 whole = update_slice_in_dim(whole, rows[place : place + 1], at, axis=2)
             found[side] = whole
     return found
-
-
-def _packed(levels: jax.Array, bits: int) -> jax.Array:
-    """Levels `[n, K, C, H]` float32 as bytes `[n, K, C, H·bits/8]`, the first channels in the lowest bits."""
-    planes = jnp.split(levels, 8 // bits, axis=-1)
-    together = planes[0]
-    for index, plane in enumerate(planes[1:], start=1):
-        together = together + plane * np.float32(2 ** (index * bits))
-    return together.astype(jnp.uint8)
-
-
-def _unpacked(data: jax.Array, bits: int) -> jax.Array:
-    rest, most, planes = data.astype(jnp.float32), np.float32(2**bits), []
-    for _ in range(8 // bits):
-        above = jnp.floor(rest / most)
-        planes.append(rest - above * most)
-        rest = above
-    return jnp.concatenate(planes, axis=-1)

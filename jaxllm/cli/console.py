@@ -14,13 +14,11 @@ from jaxllm.errors import ConfigError
 from jaxllm.serving.host.progress import Progress
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bars
-
     from jaxllm.serving.engine.answer import Answer
     from jaxllm.serving.engine.decoding import Drafts
 
 MAX_INPUT_BYTES = 64 << 20
-# Bars appear only after this time: importing the library that draws them is a large part of startup time.
+# Bars appear only after this time.
 _PATIENCE_S = 0.5
 _LEAST_CHARACTERS = 100
 
@@ -143,18 +141,20 @@ def progress_bars() -> Iterator[Progress]:
             if bars is None:
                 if not sys.stderr.isatty() or time.monotonic() - began < _PATIENCE_S:
                     return
-                bars = stack.enter_context(_bars())
+                # Imported here: it is a large part of startup time.
+                from rich.console import Console
+                from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+                from rich.progress import Progress as Bars
+
+                columns = (
+                    TextColumn("{task.description}"),
+                    BarColumn(),
+                    MofNCompleteColumn(),
+                    TimeElapsedColumn(),
+                )
+                bars = stack.enter_context(Bars(*columns, console=Console(stderr=True), transient=True))
             if stage not in tasks:
                 tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=total)
             bars.update(tasks[stage], completed=done, total=total)
 
         yield update
-
-
-def _bars() -> "Bars":
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Bars(*columns, console=Console(stderr=True), transient=True)

@@ -69,7 +69,7 @@ def list_command(folder: Path, app: str | None, keys: Path | None, as_json: bool
         used = store.used_bytes(app)
         damaged = [each for each in store.damage() if app in (None, each.app)]
     if as_json:
-        print_json({"contexts": rows, "used_bytes": used, "damaged": [_facts(each) for each in damaged]})
+        print_json({"contexts": rows, "used_bytes": used, "damaged": [*map(dataclasses.asdict, damaged)]})
     else:
         for row in rows:
             pinned = ", pinned" if row["pinned"] else ""
@@ -150,7 +150,7 @@ def _verify(folder: Path, keys: Path | None, *, repair: bool, as_json: bool) -> 
         aside = [str(each.relative_to(folder)) for each in quarantined(folder)]
     left = [each for each in found if not repair or not each.proved]
     if as_json:
-        print_json({"damaged": [_facts(each) for each in found], "repaired": repair, "set_aside": aside})
+        print_json({"damaged": [*map(dataclasses.asdict, found)], "repaired": repair, "set_aside": aside})
     else:
         for each in found:
             click.echo(_line(each))
@@ -164,10 +164,6 @@ def _verify(folder: Path, keys: Path | None, *, repair: bool, as_json: bool) -> 
     _require_none(folder, left)
 
 
-def _facts(damage: "Damage") -> dict[str, object]:
-    return {**dataclasses.asdict(damage), "chunks": list(damage.chunks)}
-
-
 def _line(damage: "Damage") -> str:
     what = damage.reason or f"chunks {', '.join(map(str, damage.chunks))} are damaged, and computed again"
     aside = f"; set aside as {damage.aside}" if damage.aside else ""
@@ -176,16 +172,13 @@ def _line(damage: "Damage") -> str:
 
 def _require_none(folder: Path, damaged: "Sequence[Damage]") -> None:
     """Raises CheckpointError where something is damaged."""
-    if any(each.proved for each in damaged):
-        raise CheckpointError(
-            f"{len(damaged)} contexts in {folder} are damaged; `jaxllm contexts repair "
-            f"{folder}` sets them aside"
-        )
     if damaged:
-        raise CheckpointError(
-            f"{len(damaged)} contexts in {folder} cannot be read now, and stay as they are; remove the "
-            "causes that are listed above, and try again"
+        what = (
+            "cannot be read now, and stay as they are; remove the causes that are listed above, and try again"
         )
+        if any(each.proved for each in damaged):
+            what = f"are damaged; `jaxllm contexts repair {folder}` sets them aside"
+        raise CheckpointError(f"{len(damaged)} contexts in {folder} {what}")
 
 
 def _opened(folder: Path, keys: Path | None = None) -> "ContextStore":

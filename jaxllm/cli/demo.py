@@ -4,7 +4,7 @@ import functools
 import importlib.resources
 import json
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,12 +65,18 @@ def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
             f"{facts['model']}: {facts['parameters'] / 1e6:.1f} M parameters, {facts['weights']} weights"
         )
     aloud = not as_json
-    answers = []
+    answers: list[dict[str, Any]] = []
     for task, examples in demo_prompts().items():
         if aloud:
             click.secho(f"\n{task}: {examples[0].system}", bold=True)
         answers += [_ask(engine, task, each, max_tokens, aloud=aloud) for each in examples]
-    totals = _totals(answers)
+    rates = [each["decode_tokens_per_s"] for each in answers if each["decode_tokens_per_s"]]
+    totals = {
+        "right": sum(each["right"] is True for each in answers),
+        "judged": sum(each["right"] is not None for each in answers),
+        "median_ttft_ms": statistics.median(each["ttft_ms"] for each in answers),
+        "median_decode_tokens_per_s": statistics.median(rates) if rates else None,
+    }
     if aloud:
         first = f"first token after {totals['median_ttft_ms']:.1f} ms"
         rate = _rate(totals["median_decode_tokens_per_s"])
@@ -83,7 +89,7 @@ def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
 def _ask(
     engine: "Engine", task: str, example: TaskExample, max_tokens: int, *, aloud: bool
 ) -> dict[str, Any]:
-    """Asks a question, printing the answer as it comes if `aloud`; returns its facts for JSON."""
+    """Asks a question, printing it and the answer as it comes if `aloud`; returns its facts for JSON."""
     from jaxllm.sampling import Sampling
     from jaxllm.serving.engine.request import GenerationConfig
     from jaxllm.serving.evaluation.tasks import is_right
@@ -98,13 +104,12 @@ def _ask(
     )
     ids = prompt_ids(engine.tokenizer, example, now=datetime.now())
     judge = functools.partial(is_right, example) if example.options else None
-    facts = _told(example.user, engine.stream(ids, config), judge, example.answer, aloud=aloud)
+    facts = _told(example.user, engine.stream(ids, config), aloud=aloud, judge=judge, answer=example.answer)
     return {"task": task, **facts}
 
 
 def _translations(max_tokens: int, *, aloud: bool) -> list[dict[str, Any]]:
-    """Translates the demo's sentences, printing them as they come if `aloud`; returns their facts for JSON,
-    none if the package has no encoder-decoder."""
+    """Translates the demo's sentences as `_ask` answers; none if the package has no encoder-decoder."""
     from jaxllm.serving.engine.request import GenerationConfig
     from jaxllm.serving.ground.bundles import packaged_models
 
@@ -115,19 +120,21 @@ def _translations(max_tokens: int, *, aloud: bool) -> list[dict[str, Any]]:
     if aloud:
         click.secho(f"\n{TRANSLATOR}: German to English, and English to German", bold=True)
     config = GenerationConfig(max_tokens=max_tokens)
-    return [_told(text, engine.stream(text, config), None, "", aloud=aloud) for text in _data()[TRANSLATOR]]
+    return [_told(text, engine.stream(text, config), aloud=aloud) for text in _data()[TRANSLATOR]]
 
 
 def _told(
-    text: str, generation: "Answer", judge: Callable[[str], bool] | None, answer: str, *, aloud: bool
+    text: str,
+    generation: "Answer",
+    *,
+    aloud: bool,
+    judge: Callable[[str], bool] | None = None,
+    answer: str = "",
 ) -> dict[str, Any]:
-    """Runs an answer to its end, printing the question and the answer as it comes if `aloud`; returns its
-    facts for JSON.
-    `judge` says whether an answer is right, None if there is no single right one; `answer` is one, or empty.
-    """
+    """Runs the answer to a text to its end. `judge` says whether it is right, None if more than one may be;
+    `answer` is a right one, or empty."""
     if aloud:
-        click.echo()
-        click.echo("\n".join(f"  {line}" for line in text.splitlines()))
+        click.echo("\n" + "\n".join(f"  {line}" for line in text.splitlines()))
         click.secho("  > ", nl=False, fg="cyan")
     for piece in generation:
         if aloud:
@@ -149,16 +156,6 @@ def _rate(tokens_per_s: float | None) -> str:
     return f", then {tokens_per_s:,.0f} tokens/s" if tokens_per_s else ""
 
 
-def _totals(answers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    rates = [each["decode_tokens_per_s"] for each in answers if each["decode_tokens_per_s"]]
-    return {
-        "right": sum(each["right"] is True for each in answers),
-        "judged": sum(each["right"] is not None for each in answers),
-        "median_ttft_ms": statistics.median(each["ttft_ms"] for each in answers),
-        "median_decode_tokens_per_s": statistics.median(rates) if rates else None,
-    }
-
-
 STORY = "story"
 # The packaged encoder-decoder, which translates the demo's sentences: the first by its default task.
 TRANSLATOR = "translate"
@@ -177,28 +174,26 @@ def demo_prompts() -> dict[str, list[TaskExample]]:
     def labelled(reader: readers.Labels, text: str, label: str) -> TaskExample:
         return reader.example({"text": text, "label": label})
 
+    def step(app: str, goal: str, done: str, screen: list[str], chosen: int) -> TaskExample:
+        # The element to use after some actions, -1 for none.
+        state = {"label": [chosen, "null"], "history": done, "state": "\n".join(screen)}
+        return readers.ui_step(app, goal, state)
+
+    def call(request: str, answer: str, functions: dict[str, str]) -> TaskExample:
+        record: dict[str, Any] = {
+            "id": f"demo {answer}",
+            "question": [[{"role": "user", "content": request}]],
+            "function": [{"name": name, "description": text} for name, text in functions.items()],
+        }
+        return readers.api_choice(record, answer, readers.function_lines([record]), 0)
+
     make: dict[str, Callable[..., TaskExample]] = {
         "sentiment": functools.partial(labelled, readers.SENTIMENT),
         "news": functools.partial(labelled, readers.NEWS),
         "emotion": functools.partial(labelled, readers.EMOTION),
-        "ui-step": _step,
-        "api-choice": _call,
+        "ui-step": step,
+        "api-choice": call,
         "shorten": lambda text, short: TaskExample(system=SHORTEN, user=text, answer=short),
         STORY: lambda text: TaskExample(system=TELL, user=text, answer=""),
     }
     return {task: [made(*each) for each in _data()[task]] for task, made in make.items()}
-
-
-def _step(app: str, goal: str, done: str, screen: list[str], chosen: int) -> TaskExample:
-    """A step in an app after some actions; `chosen` is the number of the element to use next, -1 for none."""
-    step = {"label": [chosen, "null"], "history": done, "state": "\n".join(screen)}
-    return readers.ui_step(app, goal, step)
-
-
-def _call(request: str, answer: str, functions: dict[str, str]) -> TaskExample:
-    record: dict[str, Any] = {
-        "id": f"demo {answer}",
-        "question": [[{"role": "user", "content": request}]],
-        "function": [{"name": name, "description": text} for name, text in functions.items()],
-    }
-    return readers.api_choice(record, answer, readers.function_lines([record]), 0)

@@ -24,7 +24,6 @@ from jaxllm.tasks import TASKS
 
 if TYPE_CHECKING:
     from jaxllm.serving.engine.engine import Engine
-    from jaxllm.serving.evaluation.tasks import TaskResult
 
 _COLUMNS = ("task", "score", "%", "chance", "majority", "examples", "skipped", "tokens", "seconds")
 
@@ -225,7 +224,18 @@ def tasks_command(
     if as_json:
         print_json({**_names(engine), "tasks": results_json(results), "missing": list(questions.missing)})
         return
-    _print_results(results, questions.missing)
+    rows: list[Sequence[str]] = []
+    for result in results:
+        shares = (_percent(result.chance), _percent(result.majority))
+        counts = [f"{count:,}" for count in (result.examples, result.skipped, result.tokens)]
+        first, *others = list(result.scores.items()) or [("nothing fits", None)]
+        rows.append((result.task, first[0], _percent(first[1]), *shares, *counts, f"{result.seconds:.1f}"))
+        rows += [("", measure, _percent(value)) for measure, value in others]
+    print_columns(_COLUMNS, rows, texts=2)
+    if skipped := sum(result.skipped for result in results):
+        click.echo(f"{skipped} questions are longer than the context and were skipped.")
+    if questions.missing:
+        click.echo(f"No files of: {', '.join(questions.missing)}.")
 
 
 @eval_command.command("pairs")
@@ -307,23 +317,6 @@ def pairs_command(
     if output is not None:
         write_text(output, "".join(f"{text}\n" for text in said))
     print_json(found)
-
-
-def _print_results(results: "Sequence[TaskResult]", missing: Sequence[str]) -> None:
-    """Prints a row per score, in percent, and the skipped questions and tasks."""
-    rows: list[Sequence[str]] = []
-    for result in results:
-        shares = (_percent(result.chance), _percent(result.majority))
-        counts = [f"{count:,}" for count in (result.examples, result.skipped, result.tokens)]
-        first, *others = list(result.scores.items()) or [("nothing fits", None)]
-        rows.append((result.task, first[0], _percent(first[1]), *shares, *counts, f"{result.seconds:.1f}"))
-        rows += [("", measure, _percent(value)) for measure, value in others]
-    print_columns(_COLUMNS, rows, texts=2)
-    skipped = sum(result.skipped for result in results)
-    if skipped:
-        click.echo(f"{skipped} questions are longer than the context and were skipped.")
-    if missing:
-        click.echo(f"No files of: {', '.join(missing)}.")
 
 
 def _not_empty(text: str | None) -> str | None:

@@ -7,12 +7,11 @@ import click
 
 from jaxllm.cli.console import progress_bars, read_text
 from jaxllm.cli.shared_options import context_option, named_folders_option, path_argument, path_option
-from jaxllm.export.contents import CONTENTS, require_contents, require_family, require_format
+from jaxllm.export.contents import CONTENTS, PLAIN, require_contents, require_family, require_format
 from jaxllm.option_types import Level
 
 if TYPE_CHECKING:
     from jaxllm.export.folder_format.manifest import Manifest
-    from jaxllm.export.quantized import Ranges
     from jaxllm.export.signatures import ExportPlan
     from jaxllm.export.subject import Subject
     from jaxllm.serving.host.progress import Progress
@@ -21,8 +20,6 @@ PRECISIONS = ("f32", "bf16", "f16", "int8", "w8a8")
 PLATFORMS = ("cpu", "cuda", "tpu")
 CODECS = ("channel", "token", "kivi", "rotated")
 CHUNK_TOKENS = (16, 64, 256)
-# Formats of models for other engines, and their precisions; other formats are of programs.
-PLAIN = {"hf": ("f32", "bf16", "f16"), "gguf": ("f32", "bf16", "f16", "int8")}
 RUN_FILE = "recipe.json"
 # Enough tokens to see the largest magnitudes of a text.
 _CALIBRATION_TOKENS = 4096
@@ -206,12 +203,19 @@ def export_command(
         _export_plain(bundle, output, kind, precision, shapes["levels"], adapter)
         return
     from jaxllm.export import quantized
+    from jaxllm.export.signatures import ExportPlan
     from jaxllm.export.stablehlo import DTYPES, export_stablehlo
     from jaxllm.export.subject import AdapterOptions, read_subject
 
+    for name in ("chunk_tokens", "verify_tokens", "levels", "cache_tokens"):
+        shapes[name] = tuple(sorted(set(shapes[name])))
+    # 0 means no cache length besides the whole context; no option means the default lengths.
+    caches = tuple(filter(None, shapes.pop("cache_tokens"))) if shapes["cache_tokens"] else None
+    if shapes["block_tokens"] is None:
+        shapes["block_tokens"] = CONTENTS[kind].block_tokens
     named, rank = shapes.pop("inputs"), shapes.pop("input_rank")
     inputs = AdapterOptions(given=named, rank=rank) if named or rank else None
-    plan = _plan(kind, shapes)
+    plan = ExportPlan(**{**shapes, "cache_tokens": caches, "codec": shapes["codec"] or ""})
     require_contents(kind, plan, levels=len(plan.levels), adapters=inputs is not None)
     # Fail before anything is read, also for extras that are not imported yet.
     require_format(kind)
@@ -227,7 +231,7 @@ def export_command(
                 subject,
                 output,
                 plan,
-                precision=precision,
+                precision=precision,  # pyright: ignore[reportArgumentType]: one of the choices
                 platforms=platforms or PLATFORMS,
                 progress=progress,
             )
@@ -284,24 +288,6 @@ def _export_run(run_dir: Path, output: Path, kind: str, precision: str) -> None:
     click.echo(export(run_dir, output))
 
 
-def _plan(kind: str, shapes: dict[str, Any]) -> "ExportPlan":
-    """The programs to make for a format, by the options of their shapes."""
-    from jaxllm.export.signatures import ExportPlan
-
-    def ascending(name: str) -> tuple[int, ...]:
-        return tuple(sorted(set(shapes[name])))
-
-    block = shapes["block_tokens"]
-    own = {
-        "block_tokens": CONTENTS[kind].block_tokens if block is None else block,
-        # 0 means no cache length besides the whole context; no option means the default lengths.
-        "cache_tokens": tuple(filter(None, ascending("cache_tokens"))) if shapes["cache_tokens"] else None,
-        "codec": shapes["codec"] or "",
-    }
-    lengths = {name: ascending(name) for name in ("chunk_tokens", "verify_tokens", "levels")}
-    return ExportPlan(**{**shapes, **own, **lengths})
-
-
 def _export_tflite(
     subject: "Subject",
     output: Path,
@@ -312,12 +298,19 @@ def _export_tflite(
     progress: "Progress",
 ) -> list[str]:
     """Exports as tflite, device or litertlm; returns messages for the user."""
+    from jaxllm.export import quantized
     from jaxllm.export.tflite import export_tflite
     from jaxllm.models.features import require_room
+    from jaxllm.text.tokenizer import Tokenizer
 
     # Check this before a text is read.
     require_room(subject.cfg, "tflite")
-    ranges = None if calibration_text is None else _ranges(subject, plan, calibration_text)
+    ranges = None
+    if calibration_text is not None:
+        text = read_text(calibration_text)[:_CALIBRATION_CHARACTERS]
+        tokens = Tokenizer(subject.tokenizer).encode(text)[:_CALIBRATION_TOKENS]
+        of = subject.without_calibration() if plan.without_shadow else subject
+        ranges = quantized.calibrate(quantized.quantized_subject(of)[0], tokens)
     if kind in ("tflite", "device"):
         from jaxllm.export.folder import write_loop
 
@@ -346,16 +339,6 @@ def _export_tflite(
             f"{sharing.apart_bytes / 1e6:.1f} MB if levels shared none"
         )
     return said
-
-
-def _ranges(subject: "Subject", plan: "ExportPlan", text: Path) -> "dict[int, dict[str, Ranges]]":
-    from jaxllm.export import quantized
-    from jaxllm.text.tokenizer import Tokenizer
-
-    tokens = Tokenizer(subject.tokenizer).encode(read_text(text)[:_CALIBRATION_CHARACTERS])
-    if plan.without_shadow:
-        subject = subject.without_calibration()
-    return quantized.calibrate(quantized.quantized_subject(subject)[0], tokens[:_CALIBRATION_TOKENS])
 
 
 def _facts(output: Path, manifest: "Manifest") -> str:

@@ -1,37 +1,29 @@
-"""`jaxllm info`: describes a bundle and the device, or a checkpoint, and verifies bundles."""
+"""`jaxllm info`: describes a bundle and the device, or a checkpoint before conversion; verifies bundles."""
 
 import collections
+import dataclasses
 import gc
 import itertools
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from jaxllm.cli.console import print_json
-from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.shared_options import json_option, path_argument
+from jaxllm.formats import WEIGHT_FORMATS, WeightFormat
 from jaxllm.serving.host.machine import ProcessMemory, give_back_memory, process_memory
 from jaxllm.version import __version__
 
 if TYPE_CHECKING:
     from jaxllm.bundle import Bundle
+    from jaxllm.checkpoints.huggingface import Checkpoint
+    from jaxllm.config import ModelConfig
+    from jaxllm.models.parameters import ParamSpec
 
 
-class _InfoCommand(EngineCommand):
-    """`jaxllm info`; with --memory it measures the import of JAX."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command."""
-        if not ctx.params["memory"]:
-            return super().invoke(ctx)
-        if ctx.params["verify"]:
-            raise click.UsageError("give --verify or --memory, not both")
-
-        return print_memory(ctx.params["bundle"], as_json=ctx.params["as_json"])
-
-
-@click.command("info", cls=_InfoCommand)
+@click.command("info")
 @path_argument("bundle", required=False)
 @click.option("--verify", is_flag=True, help="Read the whole file and check every checksum.")
 @click.option(
@@ -51,12 +43,20 @@ def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool)
       jaxllm info model.jaxllm --memory
       jaxllm info path/to/folder
     """
-    del memory  # See `_InfoCommand`.
+    if memory:
+        # Measures the import of JAX.
+        if verify:
+            raise click.UsageError("give --verify or --memory, not both")
+        _print_memory(bundle, as_json=as_json)
+        return
+    from jaxllm.serving.host.jax_import import import_jax
+
+    import_jax()
     import jax
 
     from jaxllm.bundle import Bundle
     from jaxllm.bundle.images import image_encoder_facts
-    from jaxllm.cli.checkpoint_facts import checkpoint_facts, is_checkpoint
+    from jaxllm.checkpoints.gguf_file import is_gguf
     from jaxllm.errors import CheckpointError
     from jaxllm.host_settings import require_usable_jax
     from jaxllm.kernels import native
@@ -64,10 +64,10 @@ def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool)
     from jaxllm.serving.ground.bundles import find_model
 
     path = find_model(bundle)
-    if is_checkpoint(path):
+    if path.is_dir() or is_gguf(path):
         if verify:
             raise CheckpointError(f"{path} has no checksums to verify; prepare it, then verify the bundle")
-        _show(checkpoint_facts(path), as_json)
+        _show(_checkpoint_facts(path), as_json)
         return
     require_usable_jax()
     chosen = native.kernels()
@@ -147,6 +147,113 @@ def _levels(bundle: "Bundle") -> dict[str, Any]:
     }
 
 
+_CONTEXTS_TOKENS = (2048, 8192)
+_FLOAT_BYTES = {"f32": 4, "bf16": 2}
+_GROUP = 32
+
+
+def _checkpoint_facts(path: Path) -> dict[str, Any]:
+    """Facts of a Hugging Face folder or a GGUF file; reads only headers of weights, and a folder's first
+    matrices."""
+    from jaxllm.checkpoints.gguf_config import read_gguf_config
+    from jaxllm.checkpoints.gguf_file import read_gguf
+    from jaxllm.checkpoints.gguf_model import own_format
+    from jaxllm.checkpoints.huggingface import Checkpoint
+    from jaxllm.errors import CheckpointError
+    from jaxllm.models.features import ROOMS, room_refusal
+    from jaxllm.models.parameters import parameter_count
+
+    if path.is_dir():
+        checkpoint = Checkpoint(path)
+        quantization, cfg, own = checkpoint.quantization, checkpoint.cfg, checkpoint.weight_format
+        stored = _floats(checkpoint) if quantization is None else quantization.method
+    else:
+        file = read_gguf(path)
+        try:
+            own = own_format(file)
+        except CheckpointError as error:
+            own = str(error)
+        cfg, stored = read_gguf_config(file), ", ".join(sorted({each.kind for each in file.tensors.values()}))
+    return {
+        "model": path.stem if path.is_file() else path.resolve().name,
+        "family": cfg.model_type,
+        "parameters": parameter_count(cfg),
+        "stored": stored,
+        "weights": own,
+        "rooms": {room: room_refusal(cfg, room) or "yes" for room in ROOMS},
+        "memory_bytes": {width: _memory(cfg, width) for width in WEIGHT_FORMATS},
+        "config": dataclasses.asdict(cfg),
+    }
+
+
+def _floats(checkpoint: "Checkpoint") -> str:
+    """Description of a folder of floats, by the first matrix of a layer."""
+    import numpy as np
+
+    from jaxllm.models.parameters import param_specs
+    from jaxllm.quant.formats import on_grid
+
+    specs = param_specs(checkpoint.cfg)
+    matrix = next((value for name, value in checkpoint.params() if specs[name].role == "to_units"), None)
+    if matrix is not None:
+        rows = np.asarray(matrix, np.float32).reshape(-1, matrix.shape[-1])
+        whole = rows[:, : rows.shape[1] // _GROUP * _GROUP]
+        if whole.size and on_grid(whole.reshape(-1, _GROUP)):
+            return "floats on a grid of 4 bits, which --weights int4 keeps"
+    return "floats"
+
+
+def _memory(cfg: "ModelConfig", width: WeightFormat) -> dict[str, int]:
+    """Bytes of weights, of weights with caches and activations for each context length of the model, and
+    values of `--memory` for the usual context: enough for resident weights, and the minimum for streamed
+    ones."""
+    from jaxllm.models.features import room_refusal
+    from jaxllm.models.parameters import param_specs
+    from jaxllm.serving.ground.options import EngineOptions
+    from jaxllm.serving.weights.memory_plan import SLOTS, fixed_bytes, outputs_bytes, whole_budget
+    from jaxllm.serving.weights.streamed import kept_rows_bytes
+
+    sizes = {name: _bytes(spec, width) for name, spec in param_specs(cfg).items()}
+    weights, quantized = sum(sizes.values()), width not in _FLOAT_BYTES
+    found = {"weights": weights}
+    for tokens in _CONTEXTS_TOKENS:
+        if tokens <= cfg.window_tokens:
+            options = EngineOptions(context_tokens=tokens).resolve(cfg, quantized=quantized)
+            found[f"with {tokens} tokens"] = weights + fixed_bytes(cfg, options)
+    fixed = fixed_bytes(cfg, EngineOptions().resolve(cfg, quantized=quantized))
+    found["--memory for all"] = whole_budget(weights + fixed)
+    # Of each layer; under an empty name those of no layer.
+    layers, experts = collections.Counter[str](), collections.Counter[str]()
+    for name, size in sizes.items():
+        lead, inside, _ = name.partition("layers.")
+        layers[lead + name.split(inside)[1].split(".")[0] if inside else ""] += size
+        layer, apart, _ = name.partition(".experts.")
+        experts[layer if apart else ""] += size
+    if room_refusal(cfg, "streamed weights") is None:
+        del layers[""]
+        slots = SLOTS * max(layers.values())
+        found["least --memory"] = whole_budget(fixed + kept_rows_bytes(weights) + slots)
+    if room_refusal(cfg, "experts apart") is None:
+        # Each expert is read when a token visits it: those that one visits at one layer.
+        staying = experts.pop("") + outputs_bytes(cfg, EngineOptions().resolve(cfg))
+        visited = max(experts.values()) * cfg.experts_per_token // cfg.experts
+        found["least --memory, experts apart"] = whole_budget(fixed + staying + visited)
+    return found
+
+
+def _bytes(spec: "ParamSpec", width: WeightFormat) -> int:
+    """Bytes of a parameter in a format, without padding."""
+    count = math.prod(spec.shape)
+    if spec.role == "vector":
+        return 4 * count
+    if width in _FLOAT_BYTES:
+        return _FLOAT_BYTES[width] * count
+    if width in ("int8", "int8-nested") or (width in ("int4", "int4-min") and spec.role == "embed"):
+        return count
+    # Two numbers per byte, and for each 32 a scale (and a minimum) of two bytes.
+    return count // 2 + count // (8 if width == "int4-min" else 16)
+
+
 _MEGABYTE = 1e6
 _WIDTH = 24
 _NAMES = {
@@ -159,30 +266,9 @@ _NAMES = {
 }
 
 
-class _Phases:
-    """Growth of anonymous memory by phases of startup."""
-
-    def __init__(self) -> None:
-        self.bytes: dict[str, int] = {}
-        self._before = 0
-
-    def end(self, name: str) -> ProcessMemory:
-        """Ends a phase, after returning freed memory to the system."""
-        gc.collect()
-        give_back_memory()
-        memory = process_memory()
-        self.bytes[name], self._before = memory.anonymous - self._before, memory.anonymous
-        return memory
-
-
-def print_memory(model: Path | None, *, as_json: bool) -> None:
-    """Opens a model, prepares all of its buckets, answers a prompt, and prints the memory use.
-
-    Raises:
-      ConfigError: the system does not report memory.
-      JaxllmError: the model cannot be opened.
-    """
-    facts = memory_facts(model)
+def _print_memory(model: Path | None, *, as_json: bool) -> None:
+    """Opens a model, prepares all of its buckets, answers a prompt, and prints the memory use."""
+    facts = _memory_facts(model)
     if as_json:
         print_json(facts)
         return
@@ -197,42 +283,47 @@ def print_memory(model: Path | None, *, as_json: bool) -> None:
         click.echo("The compiler's memory is included; run it again for a start from disk.")
 
 
-def memory_facts(model: Path | None) -> dict[str, Any]:
-    """Memory use after starting with a model, in bytes; does the imports of a start, phase by phase.
+def _memory_facts(model: Path | None) -> dict[str, Any]:
+    """Memory use after starting with a model, in bytes; does the imports of a start, phase by phase."""
+    grown = dict[str, int]()
 
-    Raises:
-      ConfigError, JaxllmError: see `print_memory`.
-    """
-    phases = _Phases()
-    phases.end("python")
+    def end(phase: str) -> ProcessMemory:
+        """Ends a phase of the start, after returning freed memory to the system."""
+        gc.collect()
+        give_back_memory()
+        memory = process_memory()
+        grown[phase] = memory.anonymous - sum(grown.values())
+        return memory
+
+    end("python")
     from jaxllm.serving.host.jax_import import import_jax
 
     import_jax()
     import jax
 
     jax.devices()
-    phases.end("jax")
+    end("jax")
     from jaxllm.serving.engine.engine import Engine
     from jaxllm.serving.engine.request import GenerationConfig, Session
     from jaxllm.serving.ground.bundles import open_model
     from jaxllm.serving.opening.loading import LoadedModel
 
-    phases.end("engine")
+    end("engine")
     bundle = open_model(model)
     loaded = LoadedModel(bundle, read_ahead=False)
-    phases.end("model")
+    end("model")
     engine, session = Engine(loaded), Session()
     runner = loaded.runner(engine.level)
     runner.fill(runner.buckets_for())
-    phases.end("buckets")
+    end("buckets")
     runner.rehearse()
     config = GenerationConfig(max_tokens=2, ignore_eos=True)
     engine.stream([0], config, session=session).result()
-    memory = phases.end("other")
+    memory = end("other")
     weights = memory.files.get(str(bundle.path.resolve()), 0)
     return {
         "model": loaded.name,
-        "anonymous": {name: phases.bytes[name] for name in _NAMES},
+        "anonymous": {name: grown[name] for name in _NAMES},
         "anonymous_bytes": memory.anonymous,
         "weights_bytes": weights,
         "libraries_bytes": sum(memory.files.values()) - weights,

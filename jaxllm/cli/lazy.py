@@ -90,13 +90,10 @@ def run_command(command: click.Command, name: str, argv: Sequence[str] | None = 
     except (JaxllmError, OSError) as error:
         if arguments[:1] == ["--debug"]:
             raise
-        click.echo(f"error: {_one_line(error)}", err=True)
+        line = " ".join(str(error).split())
+        if not isinstance(error, JaxllmError):
+            # User errors are JaxllmErrors; an OSError is from our output, for example a full disk.
+            where = "" if error.filename is None else f"{error.filename}: "
+            line = f"{where}{error.strerror or error}"
+        click.echo(f"error: {line}", err=True)
         sys.exit(1)
-
-
-def _one_line(error: JaxllmError | OSError) -> str:
-    if isinstance(error, JaxllmError):
-        return " ".join(str(error).split())
-    # User errors are JaxllmErrors; an OSError is from our output, for example a full disk.
-    where = "" if error.filename is None else f"{error.filename}: "
-    return f"{where}{error.strerror or error}"

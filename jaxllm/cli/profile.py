@@ -20,7 +20,7 @@ from jaxllm.cli.shared_options import (
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxllm.serving.elastic.profile import DeviceProfile, Energy
+    from jaxllm.serving.elastic.profile import DeviceProfile
     from jaxllm.serving.ground.int8_prefill_options import Mode
 
 REPEATS = 5
@@ -67,7 +67,7 @@ def profile_command(
       jaxllm profile model.jaxllm --prefill auto
     """
     from jaxllm.serving.elastic.planner import described, unmet
-    from jaxllm.serving.elastic.profile import check_energy, load_profile, save_profile
+    from jaxllm.serving.elastic.profile import Energy, check_energy, load_profile, save_profile
     from jaxllm.serving.elastic.profiling import measure, profile_path
     from jaxllm.serving.ground.bundles import levels_of
     from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
@@ -76,9 +76,15 @@ def profile_command(
     from jaxllm.serving.opening.engine import Engine
     from jaxllm.serving.server.service import planner_of
 
-    levels = levels_of(bundle)
-    costs = None if energy is None else _read_energy(energy)
-    if costs is not None:
+    levels, costs = levels_of(bundle), None
+    if energy is not None:
+        try:
+            data = json.loads(read_text(energy))
+            costs = Energy(**{name: tuple(data[name]) for name in ("prefill_joules", "decode_joules")})
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{energy}: prefill_joules and decode_joules are missing or malformed"
+            ) from error
         # Plus the whole model.
         check_energy(costs, len(levels) + 1)
     if processors > 1:
@@ -109,16 +115,6 @@ def profile_command(
     if missed:
         click.echo(f"no choice meets here: {described(missed, profile.tokens)}")
     click.echo(f"kept in {path}")
-
-
-def _read_energy(path: Path) -> "Energy":
-    from jaxllm.serving.elastic.profile import Energy
-
-    try:
-        data = json.loads(read_text(path))
-        return Energy(**{name: tuple(data[name]) for name in ("prefill_joules", "decode_joules")})
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: prefill_joules and decode_joules are missing or malformed") from error
 
 
 def show_profile(profile: "DeviceProfile") -> None:

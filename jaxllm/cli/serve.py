@@ -3,7 +3,7 @@
 import dataclasses
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,9 +11,6 @@ from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.shared_options import named_folders_option, path_option
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
-
-if TYPE_CHECKING:
-    from jaxllm.serving.server.service_options import ServerOptions
 
 _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 
@@ -107,15 +104,10 @@ def serve_command(config: Path | None, adapter: dict[str, Path], **given: Any) -
     from jaxllm.cli.model_choice import speculation
     from jaxllm.serving.server.daemon import run
     from jaxllm.serving.server.opening import open_service
-
-    given["adapter"] = adapter or None
-    options = _options(config, {name: value for name, value in given.items() if value is not None})
-    drafts = speculation(options.draft)
-    run(options, lambda: open_service(options, drafts), config=config)
-
-
-def _options(config: Path | None, given: dict[str, Any]) -> "ServerOptions":
     from jaxllm.serving.server.service_options import ServerOptions, read_options
 
-    options = ServerOptions() if config is None else read_options(config)
-    return dataclasses.replace(options, **given)
+    given = {name: value for name, value in given.items() if value is not None}
+    given |= {"adapter": adapter} if adapter else {}
+    options = dataclasses.replace(ServerOptions() if config is None else read_options(config), **given)
+    drafts = speculation(options.draft)
+    run(options, lambda: open_service(options, drafts), config=config)

@@ -1,6 +1,6 @@
 """Declares the options that commands share; importing it imports no JAX.
 
-Defaults that other modules define are written out here for the help texts; `tests/cli/test_help.py` compares
+Defaults that other modules define are written out here for the help texts; `tests/cli/test_cli.py` compares
 them.
 """
 

@@ -1,44 +1,43 @@
-"""The command itself: usage, help, debugging, interrupts, and pipes that close."""
+"""The command itself: usage, help texts and what they cost, debugging, interrupts, pipes that close, and
+completion."""
 
-import os
+import inspect
+import re
+import resource
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
-from jaxllm import Engine
 from jaxllm.bundle import Bundle
-from jaxllm.cli.main import main
+from jaxllm.cli.main import COMMANDS, SECTIONS, cli, main
 from jaxllm.errors import CheckpointError
 from tests.cli.outcome import Run, succeeded
 
 USAGE = (
-    "", "generat", "generate --colour", "generate -p x --prompt-file y", "generate -n many",
-    "generate --weights int3", "prepare folder", "prepare -o out", "eval", "info a b", "generate --debug",
+    "", "generat", "generate --colour", "generate -p x --prompt-file y", "generate -n many", "prepare folder",
+    "eval", "info a b", "generate --debug",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("line", USAGE)
-def test_usage_errors_exit_with_2(run: Run, line: str) -> None:
-    got = run(*line.split())
-    assert (got.code, got.out) == (2, "")
-    assert "Usage: jaxllm" in got.err
-    assert "Traceback" not in got.err
-
-
-def test_version(run: Run) -> None:
+def test_usage_errors_exit_with_2(run: Run) -> None:
+    for line in USAGE:
+        got = run(*line.split())
+        assert (got.code, got.out) == (2, ""), line
+        assert "Usage: jaxllm" in got.err
+        assert "Traceback" not in got.err
     assert succeeded(run("--version")).startswith("jaxllm, version ")
 
 
-def test_debug_shows_the_traceback(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such file or folder"):
-        main(["--debug", "generate", "-p", "x", "-m", str(tmp_path / "absent")])
-
-
-def test_errors_of_our_own_making_are_not_hidden(monkeypatch: pytest.MonkeyPatch, bundle: Path) -> None:
+def test_tracebacks_of_debugging_and_of_bugs(monkeypatch: pytest.MonkeyPatch, bundle: Path) -> None:
     """Only what is raised on purpose becomes one line; a bug keeps its traceback."""
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        main(["--debug", "generate", "-p", "x", "-m", "absent"])
 
     def broken(*_: Any, **__: Any) -> None:
         raise RuntimeError("a bug")
@@ -46,16 +45,6 @@ def test_errors_of_our_own_making_are_not_hidden(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Bundle, "open", broken)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["info", str(bundle)])
-
-
-def test_an_interrupt_exits_with_130(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Engine, "open", interrupt)
-    got = run("generate", "-m", bundle, "-p", "x")
-    assert (got.code, got.out) == (130, "")
-    assert "Traceback" not in got.err
 
 
 # In processes of their own.
@@ -85,27 +74,154 @@ def test_what_is_not_used_is_not_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arguments", ["info {}", "generate -m {} -p hello --ignore-eos -n 50"])
-def test_a_reader_that_leaves_is_no_error(bundle: Path, arguments: str) -> None:
-    command = f"{sys.executable} -m jaxllm.cli.main {arguments.format(bundle)} | head -c 5"
+def test_a_reader_that_leaves_is_no_error(bundle: Path) -> None:
+    command = (
+        f"{sys.executable} -m jaxllm.cli.main generate -m {bundle} -p hello --ignore-eos -n 50 | head -c 5"
+    )
     done = subprocess.run(["bash", "-c", command], capture_output=True, check=False)
     assert len(done.stdout) == 5
     assert done.stderr.strip() == b""
 
 
-@pytest.mark.slow
-def test_output_that_nobody_reads_ends_quietly(bundle: Path) -> None:
-    """The pipe is closed before the first byte, so that the very first write fails."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "jaxllm.cli.main", "info", str(bundle)],
-            stdout=writer,
-            stderr=subprocess.PIPE,
-            check=False,
-        )
-    finally:
-        os.close(writer)
-    assert done.returncode != 0
-    assert done.stderr.strip() == b""
+# Help texts: their form, their examples, and that they name the values that modules define
+
+
+def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """All commands beneath a group, by the words that call them."""
+    with click.Context(group) as context:
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            assert command is not None
+            yield (*path, name), command
+            if isinstance(command, click.Group):
+                yield from commands(command, *path, name)
+
+
+ALL = dict(commands(cli))
+LEAVES = {path: command for path, command in ALL.items() if not isinstance(command, click.Group)}
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help(run: Run, flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of commands has the first sentence of their help."""
+    for command in ALL.values():
+        # click keeps the flags of a command's first use, and a test may have used it without its group.
+        monkeypatch.setattr(command, "_help_option", None, raising=False)
+    for arguments in (), *((name,) for name in COMMANDS):
+        out = succeeded(run(*arguments, flag))
+        assert out.startswith(f"Usage: {' '.join(['jaxllm', *arguments])} ")
+        assert all(name in out for name in (COMMANDS if not arguments else ["--help"]))
+    out = succeeded(run("--help"))
+    with click.Context(cli) as context:
+        for name, (_, summary) in COMMANDS.items():
+            command = cli.get_command(context, name)
+            assert command is not None
+            assert command.get_short_help_str(limit=1000).rstrip(".") == summary.rstrip("."), name
+    places = [out.index(f"{heading}:\n") for heading in SECTIONS]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(("path", "command"), ALL.items(), ids=[" ".join(path) for path in ALL])
+def test_every_option_says_what_it_does_and_a_command_has_an_example(
+    path: tuple[str, ...], command: click.Command
+) -> None:
+    assert command.help is not None
+    assert re.match(r"[A-Z][a-z]+,? ", command.help)
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, parameter.name
+            assert parameter.help[0].isupper(), parameter.help
+            assert parameter.help.rstrip("]").endswith((".", ")")) or "[default: " in parameter.help
+            assert parameter.multiple == ("Repeatable" in parameter.help), parameter.name
+    if isinstance(command, click.Group):
+        return
+    _, _, examples = inspect.cleandoc(command.help).partition("\b\nExample:\n")
+    lines = [line.strip() for line in examples.splitlines() if line.strip()]
+    assert lines
+    for line in lines if path != ("completion",) else []:
+        words = shlex.split(line)
+        assert words[: len(path) + 1] == ["jaxllm", *path]
+        # click keeps the option of help on the command, by the names that its first context has.
+        with click.Context(cli, **cli.context_settings) as parent:
+            command.make_context(path[-1], words[len(path) + 1 :], parent=parent)
+
+
+def test_values_are_those_of_the_modules_that_define_them() -> None:
+    """Command modules write them out, since they import none of these."""
+    from benchmarks import trace_command as trace
+    from benchmarks.traces import ANSWER_TOKENS
+    from jaxllm.cli import export as export_options
+    from jaxllm.cli import profile
+    from jaxllm.cli import shared_options as options
+    from jaxllm.contexts.codecs import CODECS
+    from jaxllm.export.contents import CONTENTS
+    from jaxllm.export.stablehlo import DTYPES, PLATFORMS
+    from jaxllm.int8_prefill import fitting
+    from jaxllm.serving.elastic.profiling import REPEATS
+    from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS
+    from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS
+    from jaxllm.training import calibration
+
+    assert options.MAX_TOKENS == DEFAULT_MAX_TOKENS
+    assert (profile.REPEATS, trace.ANSWER_TOKENS) == (REPEATS, ANSWER_TOKENS)
+    assert export_options.PLATFORMS == PLATFORMS
+    assert CONTENTS["stablehlo"].precisions == tuple(DTYPES)
+    assert export_options.CHUNK_TOKENS == CPU_CHUNK_TOKENS
+    assert tuple(CODECS) == export_options.CODECS
+    assert fitting.LEAST_TOKENS == calibration.LEAST_TOKENS
+    assert calibration.ExpertWidthsRecipe().tokens == calibration.PairWidthsRecipe().tokens
+
+
+_NOT_FOR_HELP = {"jax", "numpy", "rich", "optax", "orbax", "flax", "torch", "transformers", "safetensors"}
+
+
+def test_help_and_usage_errors_import_no_jax() -> None:
+    """Of every command, in one process: nothing that any of them imported would be forgotten."""
+    lines = [[], *([name] for name in COMMANDS)]
+    lines += [list(path) for path in LEAVES if len(path) > 1]
+    script = f"""
+import contextlib, io, sys
+from jaxllm.cli.main import main
+for words in {lines!r}:
+    for last in ("--help", "--no-such-option"):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            try:
+                main([*words, last])
+            except SystemExit as end:
+                assert end.code == (0 if last == "--help" else 2), (words, end.code)
+        print(" ".join(words), last, *({_NOT_FOR_HELP!r} & set(sys.modules)), sep=",")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert [line for line in done.stdout.splitlines() if line.count(",") > 1] == []
+    assert len(done.stdout.splitlines()) == 2 * len(lines)
+
+
+def test_help_takes_little_time() -> None:
+    """Of the processor, which other work on the machine does not change much."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-m", "jaxllm.cli.entry", "--help"], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
+
+
+def completed(monkeypatch: pytest.MonkeyPatch, run: Run, *words: str) -> set[str]:
+    """The words that a shell would be offered for the last one."""
+    monkeypatch.setenv("_JAXLLM_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", shlex.join(["jaxllm", *words]))
+    monkeypatch.setenv("COMP_CWORD", str(len(words)))
+    outcome = run()
+    assert outcome.code == 0
+    return {line.partition(",")[2] for line in outcome.out.splitlines()}
+
+
+def test_completion(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert completed(monkeypatch, run, "c") == {"calibrate", "chat", "completion", "contexts"}
+    assert "--max-tokens" in completed(monkeypatch, run, "generate", "--max")
+    assert completed(monkeypatch, run, "eval", "p") == {"pairs", "perplexity"}
+    # click takes the variable's name from the program's.
+    monkeypatch.setenv("_JAXLLM_COMPLETE", "zsh_source")
+    assert run().code == 0
+    monkeypatch.delenv("_JAXLLM_COMPLETE")
+    script = succeeded(run("completion", "bash"))
+    assert "_JAXLLM_COMPLETE" in script
+    assert "bash_complete" in script

@@ -75,8 +75,6 @@ def test_a_trace_is_made_and_replayed(run: Run, elastic: Path, data: Path, tmp_p
     assert sum(each["requests"] for each in facts["by_slo"].values()) == 4
     free = facts["by_slo"].get("<100,100>", {"requests": 0})["requests"]
     assert facts["limited"]["requests"] == 4 - free
-    assert "in time" in succeeded(run("bench", "trace", "replay", path, "-m", elastic, "--limit", 2, "-n", 2))
-    failed(run("bench", "trace", "replay", tmp_path / "nothing", "-m", elastic), "cannot be read")
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[0].replace("film", "film " * 2000), lines[1]]))
     told = succeeded(run("bench", "trace", "replay", path, "-m", elastic, "-n", 2))
@@ -99,8 +97,5 @@ def test_switching_traces(run: Run, bundle: Path, data: Path, tmp_path: Path) ->
     assert {(each["prompt_tokens"], each["answer_tokens"]) for each in trace} == {(48, 10)}
     told = succeeded(run("bench", "trace", "convert-mooncake", mooncake, "-o", out, "--time-scale", 3600))
     assert "3 calls of 2 contexts over 7.0 hours" in told
-    for sources in ((), ("--data", data, "--azure", azure)):
-        usage = run("bench", "trace", "make-switching", "-o", out, *sources)
-        assert usage.code == 2
-        assert "--data or --azure" in usage.err
-    failed(run("bench", "trace", "make-switching", "-o", out, "--azure", tmp_path / "none"), "cannot be read")
+    usage = run("bench", "trace", "make-switching", "-o", out)
+    assert (usage.code, "--data or --azure" in usage.err) == (2, True)

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 import jaxllm.cli.console
-import jaxllm.serving.ground.bundles
-from jaxllm.bundle import Bundle
 from tests.cli.outcome import WINDOW, Run, edit_config, failed
 
 
@@ -57,64 +55,46 @@ def flip(path: Path) -> None:
     path.write_bytes(raw)
 
 
-BUNDLE_DAMAGE: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "truncated": ("truncated", cut),
-    "with a wrong checksum": ("is corrupt (checksum", flip),
-    "of another kind": ("not a jaxllm bundle", lambda path: path.write_bytes(b"GGML" + bytes(1000))),
-    "empty": ("not a jaxllm bundle", lambda path: path.write_bytes(b"")),
-    "missing": ("o such file", lambda path: path.unlink()),
-}
-COMMAND_LINES = (
-    "generate -p x -m",
-    "chat -m",
-    "eval perplexity - -m",
-    "info --verify",
-    "info --verify --json",
+BUNDLE_DAMAGE: tuple[tuple[str, Callable[[Path], Any]], ...] = (
+    ("truncated", cut),
+    ("is corrupt (checksum", flip),
+    ("not a jaxllm bundle", lambda path: path.write_bytes(b"GGML" + bytes(1000))),
+    ("not a jaxllm bundle", lambda path: path.write_bytes(b"")),
+    ("o such file", lambda path: path.unlink()),
 )
 
 
-@pytest.mark.parametrize("command", COMMAND_LINES)
-@pytest.mark.parametrize(("part", "damage"), BUNDLE_DAMAGE.values(), ids=BUNDLE_DAMAGE)
-def test_a_bundle(
-    run: Run, bundle: Path, tmp_path: Path, command: str, part: str, damage: Callable[[Path], Any]
-) -> None:
+@pytest.mark.parametrize(
+    "command", ["generate -p x -m", "chat -m", "eval perplexity - -m", "info --verify --json"]
+)
+def test_a_bundle(run: Run, bundle: Path, tmp_path: Path, command: str) -> None:
     path = tmp_path / "m.jaxllm"
-    path.write_bytes(bundle.read_bytes())
-    damage(path)
-    failed(run(*command.split(), path, stdin=b"some text"), part, str(path))
+    for part, damage in BUNDLE_DAMAGE:
+        path.write_bytes(bundle.read_bytes())
+        damage(path)
+        failed(run(*command.split(), path, stdin=b"some text"), part, str(path))
 
 
 ANY = ("-p", "x")
 BAD_REQUESTS: list[tuple[str, tuple[Any, ...]]] = [
-    ("the prompt is empty", ("-p", "")),
     ("the prompt is empty", ()),
     (f"the prompt has {WINDOW + 1} tokens, the context holds {WINDOW}", ("-p", "x" * WINDOW)),
     ("the prompt has 33 tokens, the context holds 32", ("-p", "x" * 32, "--context", 32)),
     ("lone surrogate", ("-p", "a\udcff")),
     ("absent: cannot be read", ("--prompt-file", "/absent")),
-    ("cannot be read (Is a directory)", ("--prompt-file", "/")),
     ("context_tokens 65 is more", (*ANY, "--context", 65)),
     ("holds f32 weights, not int4", (*ANY, "--weights", "int4")),
     ("temperature must be", (*ANY, "-t", -1)),
     ("max_tokens must be a whole number of at least 1, got 0", (*ANY, "-n", 0)),
     ("a stop string must have", (*ANY, "--stop", "")),
-    ("at most 16 stop strings", (*ANY, *["--stop", "a"] * 17)),
-    ("--logit-bias takes ID=VALUE", (*ANY, "--logit-bias", "42")),
     ("--logit-bias takes ID=VALUE", (*ANY, "--logit-bias", "a=b")),
-    ("nan", (*ANY, "--logit-bias", "4=nan")),
     ("logit_bias names token 999", (*ANY, "--logit-bias", "999=1")),
 ]
 
 
-@pytest.mark.parametrize("as_json", [(), ("--json",)], ids=["text", "json"])
-@pytest.mark.parametrize(("part", "arguments"), BAD_REQUESTS)
-def test_a_request(
-    run: Run, bundle: Path, part: str, arguments: tuple[Any, ...], as_json: tuple[str, ...]
-) -> None:
-    failed(run("generate", "-m", bundle, *arguments, *as_json), part)
-
-
-def test_a_prompt_that_cannot_be_read(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number, (part, arguments) in enumerate(BAD_REQUESTS):
+        failed(run("generate", "-m", bundle, *arguments, *["--json"] * (number % 2)), part)
     not_text = "standard input: not UTF-8 (byte 0xff at offset 3)"
     failed(run("generate", "-m", bundle, stdin=b"abc\xff"), not_text)
     monkeypatch.setattr(jaxllm.cli.console, "MAX_INPUT_BYTES", 3 << 20)
@@ -123,12 +103,10 @@ def test_a_prompt_that_cannot_be_read(run: Run, bundle: Path, monkeypatch: pytes
 
 def test_a_text_to_score(run: Run, bundle: Path, tmp_path: Path) -> None:
     for part, stdin, arguments in (
-        ("no token to predict", b"", ()),
         ("no token to predict", b" \n\n ", ()),
         ("no token to predict", b"xx x", ("--separator", "x")),
         ("not UTF-8", b"\x80", ()),
         (f"the window must be in [1, {WINDOW}] tokens, got 65", b"text", ("--window", 65)),
-        (f"the window must be in [1, {WINDOW}] tokens, got -1", b"text", ("--window", -1)),
     ):
         failed(run("eval", "perplexity", "-", "-m", bundle, *arguments, stdin=stdin), part)
     failed(run("eval", "perplexity", tmp_path / "absent", "-m", bundle), "absent: cannot be read")
@@ -142,16 +120,10 @@ def test_a_cache_that_cannot_be_written(
     failed(run("generate", "-m", home / "folder", "-p", "x"), "cannot be created", "set JAXLLM_CACHE")
 
 
-@pytest.mark.parametrize("place", ["absent/m.jaxllm", "."])
-def test_places_that_cannot_take_a_bundle(run: Run, home: Path, tmp_path: Path, place: str) -> None:
-    failed(run("prepare", home / "folder", "-o", tmp_path / place), "folder")
+def test_places_that_cannot_take_a_bundle(run: Run, home: Path, tmp_path: Path) -> None:
+    for place in ("absent/m.jaxllm", "."):
+        failed(run("prepare", home / "folder", "-o", tmp_path / place), "folder")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_packaged_model_is_missing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jaxllm.serving.ground.bundles, "default_bundle", lambda: tmp_path / "default.jaxllm")
-    for command in (("generate", "-p", "x"), ("demo",), ("chat",)):
-        failed(run(*command), "default.jaxllm")
 
 
 @pytest.mark.slow
@@ -162,11 +134,3 @@ def test_output_that_cannot_be_written_is_one_line(tiny_bundle):
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines() == ["error: No space left on device"]
-
-
-def test_an_error_of_the_system_names_its_file(run, bundle, monkeypatch):
-    def broken(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied", "/some/where")
-
-    monkeypatch.setattr(Bundle, "open", broken)
-    failed(run("info", bundle), "error: /some/where: Permission denied")

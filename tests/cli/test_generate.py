@@ -1,17 +1,27 @@
-"""`jaxllm generate`: the model it chooses, what it answers, and where it writes it."""
+"""`jaxllm generate` and `jaxllm chat`: the model they choose, what they answer, with images and by exported
+programs, too."""
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from jaxllm import Engine, EngineOptions, GenerationConfig, Sampling
 from jaxllm.cli.model_choice import ModelChoice, speculation
 from jaxllm.errors import ConfigError
+from jaxllm.models.encoder.image_input import IMAGE
+from jaxllm.prepare import prepare
+from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.text.tokenizer import Tokenizer
 from tests import tiny_encdec
 from tests.cli.outcome import CFG, PARAMS, WINDOW, Run, answer, failed, succeeded
 from tests.tiny import tiny_tokenizer, write_tiny_bundle
+from tests.tiny_images import image_id, picture, save_smolvlm
+
+GREEDY = GenerationConfig(max_tokens=4, ignore_eos=True, sampling=Sampling(temperature=0))
+SHORT = ("-n", 4, "--ignore-eos", "--temperature", 0, "--draft", "none")
 
 
 def test_generate_json(run: Run, bundle: Path) -> None:
@@ -28,16 +38,11 @@ def test_generate_json(run: Run, bundle: Path) -> None:
     # Of this process, which began long before the request.
     assert got["first_token_ms"] is None or got["first_token_ms"] > got["ttft_ms"]
     assert got["loaded_buckets"] + got["compiled_buckets"] == 4
-    prompt = Tokenizer(tiny_tokenizer()).encode("hello the")
     expected = {"finish_reason": "length", "stop_string": None, "reused_tokens": 0, "completion_tokens": 10}
     assert {key: got[key] for key in expected} == expected
-    assert got["prompt_tokens"] == len(prompt)
+    assert got["prompt_tokens"] == len(Tokenizer(tiny_tokenizer()).encode("hello the"))
     assert got["text"]
-    assert got["ttft_ms"] > 0
-    assert got["tpot_ms"] > 0
     assert got["decode_tokens_per_s"] == pytest.approx(1000 / got["tpot_ms"], rel=0.05)
-    one = answer(run(*asked, "-n", 1, "--json"))
-    assert (one["completion_tokens"], one["tpot_ms"], one["decode_tokens_per_s"]) == (1, 0.0, None)
 
 
 def test_the_models_own_sampling_is_the_default(run: Run, tmp_path: Path) -> None:
@@ -49,6 +54,10 @@ def test_the_models_own_sampling_is_the_default(run: Run, tmp_path: Path) -> Non
     assert greedy != drawn
     assert answer(run(*base))["text"] == drawn
     assert answer(run(*base, "--no-model-sampling"))["text"] == greedy
+    # A new seed each time, which gives the answer again.
+    free = answer(run(*base[:-2]))
+    assert answer(run(*base[:-1], free["seed"]))["text"] == free["text"]
+    assert answer(run(*base[:-2]))["seed"] != free["seed"]
     assert answer(run("info", path, "--json"))["sampling"] == {"temperature": 100.0}
 
 
@@ -63,7 +72,7 @@ def test_all_ways_to_give_a_prompt(run: Run, bundle: Path, tmp_path: Path) -> No
     ]
     texts = {(got["text"], got["prompt_tokens"]) for got in map(answer, ways)}
     assert len(texts) == 1
-    # The first of them is not the empty prompt of an unread pipe.
+    # Not the empty prompt of an unread pipe.
     assert texts.pop()[1] == len(Tokenizer(tiny_tokenizer()).encode("héllo 世"))
 
 
@@ -109,25 +118,6 @@ def test_a_task_of_an_encoder_decoder(run: Run, bundle: Path, tmp_path: Path) ->
     failed(run("generate", "-m", bundle, "-p", "12", "--task", "greeting"), "its folder names none")
 
 
-def test_seed(run: Run, bundle: Path) -> None:
-    base = ("generate", "-m", bundle, "-p", "hello", "-n", 12, "--ignore-eos", "-t", 3, "--json")
-    texts = [answer(run(*base, "--seed", seed))["text"] for seed in (5, 5, 6)]
-    assert texts[0] == texts[1] != texts[2]
-    free = answer(run(*base))
-    assert answer(run(*base, "--seed", free["seed"]))["text"] == free["text"]
-    assert answer(run(*base))["seed"] != free["seed"]
-
-
-def test_a_folder_and_its_bundle_say_the_same(run: Run, home: Path, tmp_path: Path) -> None:
-    base = ("generate", "-p", "hello", "-n", 6, "--json", "--seed", 0)
-    direct = answer(run(*base, "-m", home / "folder"))["text"]
-    made = tmp_path / "made.jaxllm"
-    out = succeeded(run("prepare", home / "folder", "-o", made))
-    assert out.startswith(f"{made}: folder, f32 weights, 0.4 MB")
-    assert answer(run(*base, "-m", made))["text"] == direct
-    assert answer(run(*base, "-m", home / "tiny.jaxllm"))["text"] == direct
-
-
 def test_drafts_by_name():
     assert speculation("none") is None
     assert speculation("ngram") == SpeculationOptions(drafter="ngram")
@@ -140,3 +130,191 @@ def test_drafts_by_name():
     assert speculation(ModelChoice().draft) is None
     with pytest.raises(ConfigError, match="takes a percentage"):
         speculation("nested:half")
+
+
+# Conversations
+
+
+def turns(*lines: str) -> bytes:
+    return "".join(line + "\n" for line in lines).encode()
+
+
+def expected_answers(bundle: Path, *turns: list[str], system: str | None = None) -> str:
+    """What the engine says, one conversation after another, four tokens an answer."""
+    engine = Engine.open(bundle)
+    config = GenerationConfig(max_tokens=4, ignore_eos=True)
+    out = ""
+    for conversation in turns:
+        messages = [{"role": "system", "content": system}] if system else []
+        for text in conversation:
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": engine.chat(messages, config).result().text})
+            out += messages[-1]["content"] + "\n"
+    return out
+
+
+def test_chat(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Answer] = []
+    stream = Engine.stream
+
+    def watched(*args: Any, **kwargs: Any) -> Answer:
+        answers.append(stream(*args, **kwargs))
+        return answers[-1]
+
+    monkeypatch.setattr(Engine, "stream", watched)
+    typed = turns("hi", "", "/what", "  hello  ", "/reset", "hi", "/exit", "never answered")
+    got = run("chat", "-m", bundle, "-n", 4, "--ignore-eos", stdin=typed)
+    assert got.code == 0
+    # Only what is new is fed.
+    first, second, again = answers
+    assert first.reused_tokens == again.reused_tokens == 0
+    assert second.reused_tokens >= first.prompt_tokens
+    assert got.out == expected_answers(bundle, ["hi", "hello"], ["hi"])
+    # The greeting, and once more for a command that there is not.
+    greeting, help_ = got.err.splitlines()
+    assert greeting.startswith("tiny. ")
+    assert greeting.removeprefix("tiny. ") == help_
+    assert all(word in help_ for word in ("/reset", "/exit", "Ctrl-C"))
+
+
+def test_chat_with_a_system_message_until_the_end_of_input_or_of_the_context(run: Run, bundle: Path) -> None:
+    typed = b"hi\n/reset\nhi\nlast line without an end"
+    got = run("chat", "-m", bundle, "-n", 4, "--ignore-eos", "--system", "Be kind.", stdin=typed)
+    assert got.code == 0
+    expected = expected_answers(bundle, ["hi"], ["hi", "last line without an end"], system="Be kind.")
+    assert got.out == expected
+    # Where the context is full the oldest turn is dropped.
+    typed = turns("a" * 30, "b" * 30, "c" * 30)
+    got = run("chat", "-m", bundle, "-n", 4, "--ignore-eos", stdin=typed)
+    assert got.code == 0
+    assert got.err.count("(the oldest turn was dropped: the context is full)") == 2
+    assert got.out == expected_answers(bundle, ["a" * 30], ["b" * 30], ["c" * 30])
+
+
+def test_chat_with_what_cannot_be_answered(run: Run, home: Path, bundle: Path) -> None:
+    got = run("chat", "-m", home / "base.jaxllm", stdin=b"hi\n")
+    failed(got, "base has no chat template; use `jaxllm generate`")
+    for part, stdin in (
+        ("standard input is not UTF-8", b"\xff\n"),
+        ("the prompt has", b"x" * WINDOW + b"\n"),
+    ):
+        got = run("chat", "-m", bundle, stdin=stdin)
+        assert (got.code, got.out) == (1, "")
+        greeting, error = got.err.splitlines()
+        assert greeting.startswith("tiny. ")
+        assert error.startswith("error: ")
+        assert part in error
+
+
+# Images
+
+
+@pytest.fixture(scope="module")
+def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a bundle of a tiny SmolVLM, `m.jaxllm`, and two images."""
+    pytest.importorskip("torch")
+    home = tmp_path_factory.mktemp("smolvlm")
+    prepare(save_smolvlm(home / "m"), home / "m.jaxllm")
+    for seed in (0, 1):
+        (home / f"{seed}.png").write_bytes(picture((28, 28), seed))
+    return home
+
+
+@pytest.fixture(scope="module")
+def image_engine(smolvlm: Path) -> Engine:
+    return Engine.open(smolvlm / "m.jaxllm", options=EngineOptions(prompt_rows=True), warm_up=False)
+
+
+def test_generate_continues_after_images(run: Run, smolvlm: Path, image_engine: Engine) -> None:
+    ask = ("generate", "-m", smolvlm / "m.jaxllm", *SHORT, "--json")
+    first = ("--image", smolvlm / "0.png")
+    got = answer(run(*ask, *first, "-p", "hello"))
+    files = [(smolvlm / f"{seed}.png").read_bytes() for seed in (0, 1)]
+    ids, rows = image_engine.image_rows(image_engine.tokenizer.encode(f"{IMAGE}hello"), files[:1])
+    assert rows is not None
+    assert len(rows.at) == ids.count(image_id()) > 0
+    generation = image_engine.stream(ids, GREEDY, rows=rows)
+    image_engine.warm_up(prompt_tokens=generation.prompt_tokens, max_tokens=4)
+    assert got["text"] == generation.result().text
+    assert got["prompt_tokens"] == len(ids)
+    # In the order of their places, which a prompt may name.
+    both = answer(run(*ask, *first, "--image", smolvlm / "1.png", "-p", f"a {IMAGE} b {IMAGE}"))
+    ids, _ = image_engine.image_rows(image_engine.tokenizer.encode(f"a {IMAGE} b {IMAGE}"), files)
+    assert both["prompt_tokens"] == len(ids)
+
+
+def test_images_that_cannot_be_had(run: Run, smolvlm: Path, bundle: Path, tmp_path: Path) -> None:
+    ask = ("generate", "-m", smolvlm / "m.jaxllm", "-p", "x", "--image")
+    failed(run(*ask, tmp_path / "none.png"), "none.png: the image cannot be read", "check the path")
+    (tmp_path / "text.png").write_text("no image")
+    failed(run(*ask, tmp_path / "text.png"), "none of JPEG, PNG")
+    failed(run(*ask, smolvlm / "0.png", "--image", smolvlm / "1.png", "-p", IMAGE), "2 images come with it")
+    failed(run("generate", "-m", bundle, "-p", "x", "--image", smolvlm / "0.png"), "no encoder of images")
+    program = run("generate", "--program", tmp_path, "-p", "x", "--image", smolvlm / "0.png")
+    failed(program, "--image cannot be given with --program")
+
+
+# Exported programs
+
+
+@pytest.fixture(scope="module")
+def program(home: Path) -> Path:
+    """The bundle that chats, exported."""
+    pytest.importorskip("flatbuffers")
+    from click.testing import CliRunner
+
+    from jaxllm.cli.main import cli
+
+    out = home / "program"
+    arguments = [str(home / "tiny.jaxllm"), "-o", str(out), "--platform", "cpu"]
+    arguments += ["--chunk-tokens", "16", "--verify-tokens", "4"]
+    done = CliRunner().invoke(cli, ["export", *arguments], catch_exceptions=False)
+    assert done.output.startswith(f"{out}: 4 programs of tiny, ")
+    return out
+
+
+def test_generate_and_chat_answer_as_the_bundle_does(run: Run, bundle: Path, program: Path) -> None:
+    asked = ("-p", "hello the", "-n", 10, "--ignore-eos")
+    text = succeeded(run("generate", "-m", bundle, *asked))
+    assert succeeded(run("generate", "--program", program, *asked)) == text
+    got = answer(run("generate", "--program", program, *asked, "--json"))
+    assert got["text"] + "\n" == text
+    assert got["completion_tokens"] == 10
+    assert "compiled_buckets" not in got
+    assert "drafts" not in got
+    # And alike with drafts.
+    asked = ("--program", program, "-p", "hello the hello the", "-n", 10, "--ignore-eos")
+    text = succeeded(run("generate", *asked))
+    for draft in ("ngram", program):
+        got = answer(run("generate", *asked, "--draft", draft, "--json"))
+        assert got["text"] + "\n" == text
+        assert got["drafts"]["verifications"] + got["drafts"]["plain_tokens"] > 0
+    failed(run("generate", *asked, "--draft", "level:30"), "level 30 was not exported")
+    got = run("chat", "--program", program, "-n", 4, "--ignore-eos", stdin=turns("hi", "hello"))
+    assert got.code == 0
+    assert got.out == expected_answers(bundle, ["hi", "hello"])
+    assert got.err.startswith("tiny. ")
+
+
+def test_what_was_exported_cannot_be_changed(run: Run, bundle: Path, program: Path, tmp_path: Path) -> None:
+    for option in (("--model", bundle), ("--context", 32), ("--prefill", "float")):
+        done = run("generate", "--program", program, "-p", "x", *option)
+        failed(done, f"{option[0]} cannot be given with --program")
+    failed(run("generate", "--program", tmp_path, "-p", "x"), "not a folder of programs", "jaxllm export")
+    failed(run("generate", "--program", tmp_path / "none", "-p", "x"), "no such folder")
+
+
+def test_what_cannot_be_exported(run: Run, bundle: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    failed(run("export", bundle, "-o", tmp_path), "exists already")
+    failed(run("export", bundle, "-o", out, "--context", WINDOW + 1), f"window of {WINDOW}")
+    failed(run("export", bundle, "-o", out, "--level", 30), "no levels")
+    failed(run("export", tmp_path, "-o", out), "jaxllm prepare")
+    for options in (
+        ("--format", "tflite", "--precision", "w8a8"),
+        ("--format", "tflite", "--platform", "cpu"),
+        ("--precision", "int8"),
+        ("--calibration-text", bundle),
+    ):
+        assert run("export", bundle, "-o", out, *options).code == 2
+    assert not out.exists()

@@ -6,7 +6,6 @@ import pytest
 
 from jaxllm import Engine
 from jaxllm.errors import ConfigError, ContextOverflow
-from jaxllm.export.contents import require_family
 from jaxllm.export.device.contexts import ProgramContexts
 from jaxllm.export.device.opening import open_device
 from jaxllm.export.programs.model import open_program
@@ -20,7 +19,7 @@ from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from tests import tiny, tiny_encdec
-from tests.export.drafting import with_drafts
+from tests.export.models import with_drafts
 from tests.tiny_variants import ENCODER_DECODERS
 
 pytest.importorskip("flatbuffers")
@@ -115,13 +114,3 @@ def test_tflite_answers_as_the_live_engine(bundle, family, live, tmp_path):
     assert answers(engine) == live
     with pytest.raises(ConfigError, match="contexts of programs: not for encoder-decoders"):
         ProgramContexts(engine, tmp_path / "contexts", budget_bytes=1 << 20)
-
-
-def test_what_formats_do_not_hold():
-    cfg = tiny_encdec.TINY_T5
-    with pytest.raises(ConfigError, match="litertlm format holds no programs of encoder-decoders"):
-        require_family("litertlm", "f32", cfg)
-    with pytest.raises(ConfigError, match=r"w8a8 programs are not made of .*--precision int8"):
-        require_family("tflite", "w8a8", cfg)
-    for kind in ("stablehlo", "tflite", "device"):
-        require_family(kind, "f32", cfg)

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxllm.config import WHOLE
-from jaxllm.export.device.opening import open_device
-from jaxllm.export.signatures import ExportPlan
-from jaxllm.export.subject import AdapterOptions, read_subject
-from tests.export.models import CHUNKS, CONFIG, CONTEXT, PROMPTS, write_planned
+from tests.export.models import PROMPTS
 
 pytest.importorskip("litert_converter")
 litert = pytest.importorskip("ai_edge_litert")
@@ -44,17 +41,6 @@ def test_the_answers_are_the_live_engines(program, tflite, live, level):
     for prompt, wanted in zip(PROMPTS, live[level], strict=True):
         rc, tokens, said = run(program, tflite[0], prompt, "--max-tokens", "12", "--level", str(level))
         assert (rc, tokens) == (0, wanted), said
-
-
-def test_programs_of_a_tiny_lm_and_adapters_are_left_alone(program, tmp_path):
-    from jaxllm.export.tflite import export_tflite
-
-    bundle, _ = write_planned(tmp_path / "tiny.jaxllm")
-    subject, folder = read_subject(bundle, inputs=AdapterOptions(rank=2)), tmp_path / "programs"
-    export_tflite(subject, folder, ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, cache_tokens=()))
-    wanted = open_device(folder, threads=1).generate(PROMPTS[2], CONFIG).tokens
-    rc, tokens, said = run(program, folder, PROMPTS[2], "--max-tokens", "12")
-    assert (rc, tokens) == (0, wanted), said
 
 
 def test_a_level_is_planned_by_a_profile_of_this_device(program, tflite, live, tmp_path):

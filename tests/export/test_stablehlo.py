@@ -1,7 +1,8 @@
-"""StableHLO programs: their answers, their files, and what is refused."""
+"""StableHLO programs: their answers, with drafts too, their files, and what is refused."""
 
 import copy
 import dataclasses
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -15,12 +16,12 @@ import pytest
 
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError, ContextOverflow, ProgramError
-from jaxllm.export.folder_format.manifest import WEIGHTS, Manifest, StoredFile
+from jaxllm.export.folder_format.manifest import TOKENIZER, WEIGHTS, Manifest, StoredFile, write_tokenizer
 from jaxllm.export.folder_format.signature import cache_shapes
 from jaxllm.export.folder_format.weights import read_weights, write_weights
+from jaxllm.export.programs.jax_programs import StableHloExecutor
 from jaxllm.export.programs.model import ProgramModel, open_program
 from jaxllm.export.programs.runner import ProgramRunner
-from jaxllm.export.programs.stablehlo import StableHloExecutor
 from jaxllm.export.signatures import ExportPlan, step_shapes
 from jaxllm.export.stablehlo import PLATFORMS, export_stablehlo, traced, verify
 from jaxllm.export.subject import read_subject
@@ -29,12 +30,23 @@ from jaxllm.sampling import Sampling
 from jaxllm.serving.buckets.store import CompiledBucketFolder
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.speculation.speculation import Speculation
 from tests.copied_bytes import copied_bytes
 from tests.export.conftest import PLAN
-from tests.export.drafting import ALWAYS
-from tests.export.models import CFG, CONFIG, CONTEXT, PROMPTS, answers
+from tests.export.models import (
+    ALWAYS,
+    CFG,
+    CONFIG,
+    CONTEXT,
+    DRAWN,
+    PROMPTS,
+    Branching,
+    answers,
+    require_same_answers,
+    with_drafts,
+)
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 pytest.importorskip("flatbuffers")
@@ -59,6 +71,11 @@ def test_levels_read_the_same_weights_and_answer_as_the_live_engine(engine, live
         assert here == there or weights[40][name].nbytes % 64, name
     with pytest.raises(ConfigError, match=r"level 70 was not exported, only 40, 100"):
         engine.at(70)
+    # An answer ends with the window; the last token need not fit.
+    long = engine.generate(PROMPTS[4], GenerationConfig(max_tokens=50, ignore_eos=True))
+    assert (long.finish_reason, len(long.sequence)) == ("length", CONTEXT + 1)
+    with pytest.raises(ContextOverflow, match="65 tokens"):
+        engine.generate([1] * 65)
 
 
 @pytest.mark.slow
@@ -90,35 +107,11 @@ def test_caches_are_as_short_as_a_sequence_and_grow_with_it(engine):
     assert set(ran[2:grown]) == {"cache_32_decode"}
     assert ran[grown:] == ["decode"] * (len(ran) - grown)
     assert len(ran) == 2 + CONFIG.max_tokens
-    cache = table.make_room(table.start(4), 33)
-    assert {rows.shape[2] for rows in cache.caches.values()} == {CONTEXT}
-    assert table.make_room(cache, 4).capacity_tokens == CONTEXT
     # They are donated.
     cache = table.start(4)
     buffers = list(cache.caches.values())
     prefill_prompt(table, cache, [1, 2, 3], 0)
     assert all(each.is_deleted() for each in buffers)
-
-
-def test_one_request_waits_for_programs_of_one_length_alone(stablehlo):
-    table = ProgramRunner(StableHloExecutor(Manifest.read(stablehlo), stablehlo))
-    short = ["cache_32_prefill_16", "cache_32_decode"]
-    assert [each.name for each in table.request_signatures(5, 12)] == short
-    assert [each.name for each in table.request_signatures(1, 5)] == ["cache_32_decode"]
-    wanted = table.request_signatures(5, 60)
-    assert [each.name for each in wanted] == ["prefill_16", "decode"]
-    table.executor.prepare(wanted)
-    # What is ready is used, though a shorter one would do.
-    assert table.start(5).capacity_tokens == CONTEXT
-
-
-def test_an_answer_ends_with_the_window_and_a_prompt_must_fit_it(engine):
-    long = engine.generate(PROMPTS[4], GenerationConfig(max_tokens=50, ignore_eos=True))
-    assert long.finish_reason == "length"
-    # The last token need not fit.
-    assert len(long.sequence) == CONTEXT + 1
-    with pytest.raises(ContextOverflow, match="65 tokens"):
-        engine.generate([1] * 65)
 
 
 def test_text_is_scored_as_a_whole_document_is(engine):
@@ -198,17 +191,57 @@ def test_one_artifact_serves_all_platforms(subject):
     assert "custom_call" not in program.mlir_module()
 
 
+# Drafts: the same answers, whoever drafts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [100, 0])
+def test_answers_are_those_without_drafts(engine, level):
+    own = {"drafter": "level", "level": level} if level else {"drafter": "ngram"}
+    counts = require_same_answers(with_drafts(engine, **own), engine)
+    if level == 100:
+        # Lines that it is hardly sure of are short, and what is drawn is seldom the likeliest.
+        assert counts.acceptance_length > 2
+
+
+@pytest.mark.parametrize("config", [CONFIG, DRAWN])
+def test_an_accepted_branch_moves_behind_the_sequence(engine, config):
+    wanted = engine.generate(PROMPTS[1], config)
+    trees = TreeShape(nodes=(8,), room=8)
+    options = SpeculationOptions(drafter="ngram", **ALWAYS, trees=trees)
+    drafter = Branching(wanted.sequence, 8)
+    engine = engine.at(100)
+    engine.speculation = Speculation(engine.runner, drafter, options)
+    assert engine.generate(PROMPTS[1], config).tokens == wanted.tokens
+    assert drafter.times.steps > 2
+    assert engine.speculation.counts.acceptance_length > 2
+
+
+def test_drafters_that_do_not_fit(stablehlo, engine, tmp_path):
+    with pytest.raises(ConfigError, match=r"no such folder; make one with `jaxllm export`"):
+        with_drafts(engine, model=tmp_path / "none")
+    with pytest.raises(ConfigError, match="no drafter 'oracle'"):
+        with_drafts(engine, drafter="oracle")
+    folder = shutil.copytree(stablehlo, tmp_path / "copy")
+    manifest = Manifest.read(folder)
+    kept = tuple(each for each in manifest.signatures if each.kind != "verify")
+    dataclasses.replace(manifest, signatures=kept).write(folder)
+    with pytest.raises(ConfigError, match=r"verify no drafts; export the model with --verify-tokens"):
+        open_program(folder, speculation=SpeculationOptions(drafter="ngram"))
+    files = manifest.read_tokenizer(folder)
+    swapped = files.tokenizer_json.replace('"!"', '"\\u0000\\u0000"', 1)
+    write_tokenizer(folder / TOKENIZER, dataclasses.replace(files, tokenizer_json=swapped))
+    stored = {**manifest.files, TOKENIZER: StoredFile.of(folder / TOKENIZER)}
+    dataclasses.replace(manifest, files=stored).write(folder)
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        with_drafts(engine, model=folder)
+
+
 # What is refused
 
 
-def test_folders_of_other_weights_programs_and_devices(stablehlo, subject, tmp_path):
+def test_folders_of_other_weights_and_devices(stablehlo, subject, tmp_path):
     folder, manifest = Path(shutil.copytree(stablehlo, tmp_path / "copy")), Manifest.read(stablehlo)
-    raw = bytearray((folder / "decode.jaxexport").read_bytes())
-    raw[len(raw) // 2] ^= 1
-    (folder / "decode.jaxexport").write_bytes(raw)
-    engine = open_program(folder)
-    with pytest.raises(ProgramError, match=r"decode\.jaxexport: the checksum is wrong"):
-        engine.warm_up()
     write_weights(folder / WEIGHTS, subject.arrays, model="another")
     with pytest.raises(ProgramError):
         open_program(folder)
@@ -231,20 +264,14 @@ def test_a_program_that_computes_something_else_is_not_exported(stablehlo, subje
         verify(stablehlo, decode, other, PLAN, precision="f32")
 
 
-def test_a_missing_extra_names_its_command(stablehlo, subject, tmp_path, monkeypatch):
-    import importlib.util
-
-    found = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "flatbuffers" else found(name, *rest)
-    )
-    with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[stablehlo\]'"):
-        export_stablehlo(subject, tmp_path / "out", PLAN)
-    with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[stablehlo\]'"):
-        open_program(stablehlo)
-
-
 def test_what_is_refused_or_fails_leaves_nothing(subject, tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            importlib.util, "find_spec", lambda name, *of: None if name == "flatbuffers" else found(name, *of)
+        )
+        with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[stablehlo\]'"):
+            export_stablehlo(subject, tmp_path / "out", PLAN)
     with pytest.raises(ConfigError, match="exists already"):
         export_stablehlo(subject, tmp_path, PLAN)
     with pytest.raises(ConfigError, match="got abacus"):
@@ -256,23 +283,18 @@ def test_what_is_refused_or_fails_leaves_nothing(subject, tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "part"),
-    [
-        ({"chunk_tokens": ()}, "chunk_tokens must have 1 or more entries"),
+def test_plans_that_cannot_be():
+    for options, part in (
         ({"chunk_tokens": (32, 16)}, "ascending"),
-        ({"verify_tokens": (300,)}, "256"),
-        ({"levels": (120,)}, "each of levels must be a whole number"),
+        ({"block_tokens": 1}, "block_tokens must be at least 2"),
+        ({"codec": "other"}, "no codec 'other'"),
         ({"context_tokens": 1000}, "window of 128"),
         ({"context_tokens": 8}, "no chunk"),
         ({"context_tokens": 16, "verify_tokens": (32,)}, "do not fit the context of 16"),
-        ({"cache_tokens": (128,)}, "shorter than the context of 128"),
         ({"cache_tokens": (8,)}, "hold the shortest chunk of 16"),
-    ],
-)
-def test_plans_that_cannot_be(options, part):
-    with pytest.raises(ConfigError, match=part):
-        ExportPlan(**options).resolved(CFG)
+    ):
+        with pytest.raises(ConfigError, match=part):
+            ExportPlan(**options).resolved(CFG)
 
 
 # Programs write new rows into the caches that they are given, and copy none.

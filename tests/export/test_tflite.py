@@ -1,33 +1,33 @@
 """TFLite models: what LiteRT answers, in which arithmetic, and how many bytes they take."""
 
 import dataclasses
+import shutil
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from jaxllm.errors import ConfigError, ProgramError
+from benchmarks.export.formats import quantize_folder
+from benchmarks.harness.children import Export
+from jaxllm.errors import ConfigError, JaxllmError, ProgramError
 from jaxllm.export.folder_format.manifest import Manifest, StoredFile
 from jaxllm.export.folder_format.parts import LEFT, RIGHT
 from jaxllm.export.programs.litert import LiteRtExecutor, PackedFolder
 from jaxllm.export.programs.model import ProgramModel, open_program
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
-from jaxllm.models.features import require_room
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.text.tokenizer import Tokenizer
 from tests.export.conftest import PLAN
-from tests.export.drafting import require_same_answers, with_drafts
-from tests.export.models import CFG, CONTEXT, PROMPTS, answers
+from tests.export.models import CFG, CONTEXT, PROMPTS, answers, require_same_answers, with_drafts
 from tests.export.operators import Operator, operators
 from tests.tiny import tiny_params
 
 pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
-from jaxllm.export.converter import share_buffers
 from jaxllm.export.quantized import calibrate, quantized_subject
-from jaxllm.export.tflite import FILE, export_tflite, tflite_model
+from jaxllm.export.tflite import FILE, export_tflite
 
 # What may hold integers of 8 bits: products and what leads to and from them, and rows of the table.
 INTEGER_OPERATORS = {
@@ -98,19 +98,6 @@ def test_weights_are_stored_once(tflite, subject):
     assert (folder / FILE).stat().st_size == Manifest.read(folder).files[FILE].size_bytes
 
 
-def test_a_chunk_length_and_a_level_add_no_weights(whole, subject):
-    def stored(of, plan, levels):
-        plan = plan.resolved(CFG)
-        signatures = [each for level in levels for each in plan.signatures(level, lambda _: FILE)]
-        return tflite_model(of, plan, signatures, precision="f32")[1].stored_bytes
-
-    bare = ExportPlan(context_tokens=CONTEXT, chunk_tokens=(16,))
-    one = stored(whole, bare, (100,))
-    assert stored(whole, dataclasses.replace(bare, chunk_tokens=(16, 32)), (100,)) < 1.03 * one
-    adapters = sum(array.nbytes for name, array in subject.arrays.items() if name.startswith("level_"))
-    assert stored(subject, bare, (40, 100)) < 1.03 * one + adapters
-
-
 def test_a_levels_adapter_is_stored_at_half_precision_and_widened_once(tflite, subject):
     sides = [name for name in subject.levels[40].weights if name.endswith((LEFT, RIGHT))]
     for name, found in operators((tflite[0] / FILE).read_bytes()).items():
@@ -148,28 +135,6 @@ def test_scales_are_written_once(int8):
     assert len({scales for scales, _ in uses}) == len(set(uses)) < len(uses) / 2
 
 
-def test_an_adapter_at_8_bits_is_rows_of_levels(subject):
-    quantized, scales = quantized_subject(subject)
-    stored = [name for name in scales if name.startswith("level_40.")]
-    assert len(stored) == 2 * 2 * CFG.layers
-    for name, entry in subject.levels[40].weights.items():
-        if not name.endswith(LEFT):
-            continue
-        left, right = entry.stored, entry.stored.removesuffix(LEFT) + RIGHT
-        # What is used second has one scale for all.
-        first, second = (left, right) if "ffn.down" in name else (right, left)
-        assert (len(scales[first]), len(scales[second])) == (2, 1)
-        for each in (first, second):
-            levels = quantized.arrays[each].reshape(2, -1) / scales[each].reshape(-1, 1)
-            np.testing.assert_allclose(levels, np.rint(levels), atol=1e-3)
-            np.testing.assert_allclose(np.abs(levels).max(axis=1), 127, rtol=1e-5)
-        before, after = (
-            np.tensordot(arrays[left].astype(np.float32), arrays[right].astype(np.float32), ((0,), (0,)))
-            for arrays in (subject.arrays, quantized.arrays)
-        )
-        assert 0 < np.abs(after - before).max() < 0.02 * np.abs(before).max(), name
-
-
 def test_w8a8_multiplies_integers_in_prefill_and_leaves_the_cache_alone(w8a8):
     for name, found in operators((w8a8 / FILE).read_bytes()).items():
         products = Counter()
@@ -202,47 +167,10 @@ def test_perplexity_is_near_that_of_floats(request, engine, name, within, level)
     assert abs(np.exp(loss[1] - loss[0]) - 1) < within
 
 
-def test_calibration_sees_the_largest_inputs_and_outputs(whole):
-    subject = quantized_subject(whole)[0]
-    few, more = (calibrate(subject, [1, 50, 7, 99, 23, 5, 77][:count])[100] for count in (3, 7))
-    assert set(few) == {name for name in tiny_params(CFG) if ".attn." in name or ".ffn." in name}
-    assert few["layers.0.attn.q"].inputs == few["layers.0.attn.k"].inputs > 0
-    for name, each in few.items():
-        # The same tokens first; sums of longer texts are done in another order.
-        assert more[name].inputs >= 0.999 * each.inputs, name
-        assert (more[name].outputs >= 0.999 * each.outputs - 1e-6).all(), name
-    assert any((more[name].outputs > 1.01 * each.outputs).any() for name, each in few.items())
-    with pytest.raises(ConfigError, match="no text to calibrate on"):
-        calibrate(subject, [1])
-
-
-def test_quantized_weights_are_levels_times_scales(whole):
-    subject, scales = quantized_subject(whole)
-    for name, each in scales.items():
-        matrix = subject.arrays[name].reshape(-1, subject.arrays[name].shape[-1])
-        by_row = len(each) == len(matrix) and not name.endswith((".o", "down"))
-        levels = matrix / (each[:, None] if by_row else each[None])
-        np.testing.assert_allclose(levels, np.rint(levels), atol=1e-3, err_msg=name)
-        assert np.abs(levels).max() < 127.5
-        worst = np.abs(matrix - whole.arrays[name].reshape(matrix.shape)).max()
-        assert worst <= 0.51 * each.max(), name
-
-
-def test_sharing_changes_no_answer_and_is_done(tflite):
-    data = (tflite[0] / FILE).read_bytes()
-    again, sharing = share_buffers(data)
-    assert sharing == tflite[1]
-    assert len(again) == len(data)
-    assert operators(again) == operators(data)
-
-
 # What is refused
 
 
-def test_mixtures_of_experts_precisions_and_their_text(whole, tmp_path):
-    cfg = dataclasses.replace(CFG, model_type="mixtral", experts=4, experts_per_token=2)
-    with pytest.raises(ConfigError, match="mixture of experts"):
-        require_room(cfg, "tflite")
+def test_precisions_and_their_text(whole, tmp_path):
     with pytest.raises(ConfigError, match="not bf16"):
         export_tflite(whole, tmp_path / "x", PLAN, precision="bf16")
     with pytest.raises(ConfigError, match="calibrate"):
@@ -258,3 +186,20 @@ def test_a_corrupt_model(tflite, tmp_path):
     files = {**manifest.files, FILE: StoredFile.of(tmp_path / FILE)}
     with pytest.raises(ProgramError, match="LiteRT refuses it"):
         LiteRtExecutor(dataclasses.replace(manifest, files=files), tmp_path)
+
+
+def test_the_peer_that_quantizes_our_float_model(tflite, live, tmp_path):
+    """The same programs, at 8 bits."""
+    pytest.importorskip("ai_edge_quantizer")
+    floats = tflite[0]
+    quantize_folder(Export(floats, 0, 0.0), tmp_path / "int8")
+    before, after = Manifest.read(floats), Manifest.read(tmp_path / "int8")
+    assert (before.precision, after.precision) == ("f32", "int8")
+    assert after.signatures == before.signatures
+    assert after.files[FILE].size_bytes < 0.75 * before.files[FILE].size_bytes
+    found = answers(open_program(tmp_path / "int8", threads=1))
+    assert [len(each) for each in found] == [len(each) for each in live[100]]
+    broken = shutil.copytree(floats, tmp_path / "broken")
+    (broken / FILE).write_bytes(b"\0" * (broken / FILE).stat().st_size)
+    with pytest.raises(JaxllmError, match="ai-edge-quantizer failed"):
+        quantize_folder(Export(broken, 0, 0.0), tmp_path / "other")

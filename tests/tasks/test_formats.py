@@ -4,7 +4,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.tasks import TASKS, find_task, readers
-from jaxllm.tasks.example import DataMissing, TaskExample, read_jsonl
+from jaxllm.tasks.example import DataMissing, TaskExample
 from tests.tasks.writing import SCREEN, call, write_calls, write_lines, write_steps
 
 
@@ -12,21 +12,13 @@ def read(name, data, split="valid"):
     return list(TASKS[name].read(data, split))
 
 
-@pytest.mark.parametrize(
-    ("name", "folder", "label"),
-    [("sentiment", "sst2", "negative"), ("news", "agnews", "Sci/Tech"), ("emotion", "emotion", "fear")],
-)
-def test_labels(tmp_path, name, folder, label):
-    write_lines(tmp_path / "tasks" / folder / "valid.jsonl", {"text": " a b", "label": label})
-    (example,) = read(name, tmp_path)
-    assert (example.user, example.answer, example.form) == (" a b", label, "chat")
-    assert label in example.options
-    # The instruction names every label, so that a model may know them from it alone.
-    assert all(option in example.system for option in example.options)
-    assert example.messages() == [
-        {"role": "system", "content": example.system},
-        {"role": "user", "content": " a b"},
-    ]
+def test_labels(tmp_path):
+    for name, folder, label in (("sentiment", "sst2", "negative"), ("news", "agnews", "Sci/Tech")):
+        write_lines(tmp_path / "tasks" / folder / "valid.jsonl", {"text": " a b", "label": label})
+        (example,) = read(name, tmp_path)
+        assert (example.user, example.answer, example.form) == (" a b", label, "chat")
+        # The instruction names every label, so that a model may know them from it alone.
+        assert all(option in example.system for option in (label, *example.options))
 
 
 QUESTION = TaskExample(
@@ -46,14 +38,9 @@ QUESTION = TaskExample(
             "answerKey": "B",
         },
         {
-            "question": "Which is hot? ",
+            "question_stem": "Which is hot? ",
             "choices": {"text": ["ice", "the sun"], "label": ["1", "2"]},
             "answerKey": "2",
-        },
-        {
-            "question_stem": "Which is hot?",
-            "choices": {"text": ["ice", "the sun"], "label": ["A", "B"]},
-            "answerKey": "B",
         },
         {
             "instruction": "Please choose the correct answer to the question: Which is hot?\n\n"
@@ -61,27 +48,14 @@ QUESTION = TaskExample(
             "answer": "answer2",
         },
     ],
-    ids=["official", "columns", "stem", "instruction"],
+    ids=["official", "columns", "instruction"],
 )
 def test_multiple_choice(record):
     assert readers.multiple_choice(record) == QUESTION
-
-
-@pytest.mark.parametrize(
-    "record",
-    [
-        {"question": "Q", "choices": {"text": ["a", "b"], "label": ["A", "B"]}, "answerKey": "C"},
-        {"question": {"stem": "Q", "choices": [{"text": "a", "label": "A"}]}, "answerKey": 1},
-        {"instruction": "What?", "answer": "answer1"},
-        {
-            "instruction": "Please choose the correct answer to the question: Q\n\nAnswer1: a\n\nAnswer",
-            "answer": "answer2",
-        },
-    ],
-)
-def test_malformed_multiple_choice(record):
+    # An answer that is no choice.
+    wrong = {"answerKey": "C"} if "answerKey" in record else {"answer": "answer3"}
     with pytest.raises(ConfigError):
-        readers.multiple_choice(record)
+        readers.multiple_choice(record | wrong)
 
 
 def test_an_element_is_named_by_its_text():
@@ -121,9 +95,7 @@ def test_api_choice_offers_four():
     assert readers.api_choice(call(1, "c", "d"), "c", offered, 0) == examples[0]
     many = readers.api_choice(call(2, *"abcdef"), "a", offered, 0)
     assert sorted(many.options) == list("abcdef")
-
-
-def test_a_function_is_told_in_a_sentence():
+    # A function is told in a sentence.
     assert readers.function_lines([call(1, "f")]) == {"f": "- f: Does f"}
 
 
@@ -139,27 +111,16 @@ def test_free_answers(tmp_path):
     assert valid[0].references == (valid[0].answer, "b")
 
 
-@pytest.mark.parametrize(
-    "record", [{"dialogue": "A: hi\r\nB: ho", "summary": "s "}, {"context": "A: hi\nB: ho", "response": "s"}]
-)
-def test_chats(tmp_path, record):
-    write_lines(tmp_path / "tasks/samsum/valid.jsonl", record)
-    (example,) = read("chat-summary", tmp_path)
-    assert (example.user, example.answer, example.options) == ("A: hi\nB: ho", "s", ())
-
-
-@pytest.mark.parametrize(
-    "record", [{"context": "I see the", "continuation": "sun"}, {"text": "I see the sun"}]
-)
-def test_last_words(tmp_path, record):
-    write_lines(tmp_path / "tasks/lambada/valid.jsonl", record)
-    assert read("lambada", tmp_path) == [TaskExample(user="I see the", answer=" sun", form="text")]
-
-
-@pytest.mark.parametrize("name", ["chat-summary", "lambada"])
-def test_nothing_is_trained_on_what_has_no_training_split(tmp_path, name):
+def test_chats_and_last_words_of_which_nothing_is_trained_on(tmp_path):
+    chats = {"dialogue": "A: hi\r\nB: ho", "summary": "s "}, {"context": "A: hi\nB: ho", "response": "s"}
+    write_lines(tmp_path / "tasks/samsum/valid.jsonl", *chats)
+    for example in read("chat-summary", tmp_path):
+        assert (example.user, example.answer, example.options) == ("A: hi\nB: ho", "s", ())
+    passages = {"context": "I see the", "continuation": "sun"}, {"text": "I see the sun"}
+    write_lines(tmp_path / "tasks/lambada/valid.jsonl", *passages)
+    assert read("lambada", tmp_path) == [TaskExample(user="I see the", answer=" sun", form="text")] * 2
     with pytest.raises(ConfigError, match="only a validation split"):
-        read(name, tmp_path, "train")
+        read("lambada", tmp_path, "train")
 
 
 def test_stories():
@@ -185,10 +146,8 @@ def test_a_missing_file_is_named(tmp_path, name):
         ("{", "is not JSON"),
         ("[1]", "expected an object"),
         ('{"text": 1, "label": "positive"}', "text under 'text'"),
-        ('{"text": "a"}', "text under 'label'"),
         ('{"text": "a", "label": "fine"}', "'fine' is none of positive, negative"),
         ('{"text": "\\ud800", "label": "positive"}', "lone surrogate"),
-        ("\udcff", "is not JSON"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path, line, part):
@@ -200,23 +159,6 @@ def test_a_wrong_line_is_named(tmp_path, line, part):
     assert not isinstance(caught.value, DataMissing)
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "record"),
-    [
-        ("arc-easy", "tasks/arc_easy/valid.jsonl", {"question": "Q", "choices": {}, "answerKey": "A"}),
-        ("openbookqa", "tasks/openbookqa/valid.jsonl", {"question": {"stem": "Q"}, "answerKey": "A"}),
-        ("shorten", "tasks/compression/google.jsonl", {"text": "a", "summaries": "abc"}),
-        ("lambada", "tasks/lambada/valid.jsonl", {"text": "word"}),
-        ("chat-summary", "tasks/samsum/valid.jsonl", {"dialogue": "a"}),
-        ("api-choice", "tasks/api_calling/BFCL_v4_simple_python.jsonl", {"function": [{"name": "f"}]}),
-    ],
-)
-def test_every_format_names_the_line(tmp_path, name, file, record):
-    write_lines(tmp_path / file, record)
-    with pytest.raises(ConfigError, match=r"jsonl, line 1"):
-        read(name, tmp_path)
-
-
 @pytest.mark.parametrize("text", ["{", "[]", '{"app": {"g": {"task": "x"}}}'])
 def test_wrong_steps_are_named(tmp_path, text):
     path = tmp_path / "tasks/ui_automation/steps.json"
@@ -224,22 +166,6 @@ def test_wrong_steps_are_named(tmp_path, text):
     path.write_text(text)
     with pytest.raises(ConfigError, match=r"steps\.json"):
         _ = [*read("ui-step", tmp_path, "train"), *read("ui-step", tmp_path)]
-
-
-def test_a_question_without_an_answer_is_named(tmp_path):
-    write_calls(tmp_path, [call(1, "a")])
-    write_lines(tmp_path / "tasks/api_calling/BFCL_v4_multiple_answers.jsonl")
-    with pytest.raises(ConfigError, match="no answer to the question 'q1'"):
-        [*read("api-choice", tmp_path, "train"), *read("api-choice", tmp_path)]
-
-
-def test_lines_are_read_as_they_are_asked_for(tmp_path):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"a": 1}\n\n{"a": 2}\nbroken\n')
-    lines = read_jsonl(path, lambda record: [record["a"]])
-    assert [next(lines), next(lines)] == [1, 2]
-    with pytest.raises(ConfigError, match="line 4"):
-        next(lines)
 
 
 # Splits that follow from contents
@@ -257,31 +183,19 @@ def test_a_goal_is_on_one_side(tmp_path):
 
 
 def test_training_sees_no_held_out_request_or_function(tmp_path):
-    write_calls(tmp_path, [call(n, f"own{n}", f"near{n}") for n in range(60)])
+    # Copies of a request are on one side.
+    write_calls(tmp_path, [call(n, f"own{n}", f"near{n}", request=f"request {n % 50}") for n in range(60)])
     train, valid = read("api-choice", tmp_path, "train"), read("api-choice", tmp_path)
     requests = [{each.user.split("\n")[0] for each in side} for side in (train, valid)]
     offered = [{name for each in side for name in each.options} for side in (train, valid)]
     assert not requests[0] & requests[1]
     assert not offered[0] & offered[1]
-    assert len(valid) == len(requests[1]) > 3
-    assert len(train) == 12 * len(requests[0])
-    assert len({(each.user, each.options) for each in train}) > 11 * len(requests[0])
-
-
-def test_copies_of_a_request_are_on_one_side(tmp_path):
-    records = [call(n, f"f{n}", request=f"request {n % 20}") for n in range(60)]
-    write_calls(tmp_path, records)
-    train, valid = read("api-choice", tmp_path, "train"), read("api-choice", tmp_path)
-    assert not {each.user.split("\n")[0] for each in train} & {each.user.split("\n")[0] for each in valid}
-
-
-def test_the_order_of_lines_plays_no_role(tmp_path):
-    records = [call(n, f"own{n}", f"near{n}") for n in range(30)]
-    write_calls(tmp_path / "a", records)
-    write_calls(tmp_path / "b", records[::-1])
-    a, b = read("api-choice", tmp_path / "a"), read("api-choice", tmp_path / "b")
-    assert set(a) == set(b)
-    assert a
+    assert len(valid) >= len(requests[1]) > 3
+    assert len(train) + 12 * len(valid) == 12 * 60
+    assert len({(each.user, each.options) for each in train}) > 10 * len(requests[0])
+    write_lines(tmp_path / "tasks/api_calling/BFCL_v4_multiple_answers.jsonl")
+    with pytest.raises(ConfigError, match="no answer to the question 'q"):
+        read("api-choice", tmp_path, "train")
 
 
 # The user's own questions
@@ -310,12 +224,9 @@ def test_a_file_is_a_task(tmp_path):
     [
         ({"question": None}, "needs text under 'question'"),
         ({"options": ["yes"]}, "at least two different texts"),
-        ({"options": "yes or no"}, "at least two different texts"),
         ({"answer": "maybe"}, "not among the options"),
         ({"answer": 2}, "the answer 2 is none of the 2 options, counted from 0"),
-        ({"answer": None}, "must be an option or its number"),
         ({"form": "song"}, "form must be chat or text"),
-        ({"system": ["x"]}, "needs text under 'system'"),
     ],
 )
 def test_a_bad_line_is_named(change, message, tmp_path):
@@ -332,11 +243,6 @@ def test_what_is_not_there(tmp_path):
         find_task("mine")
 
 
-# The real files, where they are
-
-VALIDATION_ALONE = ("chat-summary", "lambada")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TASKS)
 def test_reads(data_dir, name):
@@ -348,17 +254,11 @@ def test_reads(data_dir, name):
     assert len(valid) > 50
     assert all(example.user.strip() and example.answer.strip() for example in valid)
     assert all(bool(example.options) == (task.score == "accuracy") for example in valid)
-    if name in VALIDATION_ALONE:
+    # A screen has no rest of a tag in its answers.
+    assert not [option for each in valid for option in each.options if "'>" in option or "text=" in option]
+    if name in ("chat-summary", "lambada"):
         return
     train = {(each.system, each.user) for each in task.read(data_dir, "train")}
     assert len(train) > len(valid)
     if name in ("ui-step", "api-choice", "shorten"):
         assert not train & {(each.system, each.user) for each in valid}
-
-
-def test_a_screen_has_no_rest_of_a_tag_in_its_answers(data_dir):
-    try:
-        examples = [each for split in ("train", "valid") for each in TASKS["ui-step"].read(data_dir, split)]
-    except DataMissing as error:
-        pytest.skip(str(error))
-    assert not [option for each in examples for option in each.options if "'>" in option or "text=" in option]

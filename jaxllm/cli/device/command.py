@@ -51,14 +51,8 @@ SERVING_PACKAGES = "httptools msgspec prometheus_client starlette uvicorn uvloop
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
-    """Values of the options before the command.
-
-    Attributes:
-      folder: folder of programs.
-      threads, memory_bytes, drafts, processors: see `open_device`.
-      adapter: name of the adapter that answers; None for none.
-      imported_ms: age of the process after all imports; None if the system does not report it.
-    """
+    """Values of the options before the command (see `open_device`), and the age of the process after all
+    imports; None if the system does not report it."""
 
     folder: Path
     threads: int
@@ -263,7 +257,10 @@ def call_command(
     finally:
         service.close()
     if as_json:
-        print_json({**facts, "context": name, **_plan(answer), **_costs(choice, service.engine)})
+        # The parts of its context that were of other programs, if any.
+        moved = {"moved": list(answer.restoration.moved)} if answer.restoration.moved else {}
+        plan = answer.plan and {"level": answer.plan.level, "source": answer.plan.source, "met": answer.met}
+        print_json({**facts, "context": name, **moved, **(plan or {}), **_costs(choice, service.engine)})
     elif name is not None:
         click.echo(f"context {name}", err=True)
 
@@ -348,14 +345,6 @@ def _shown(answer: Answer, *, as_json: bool) -> dict[str, Any]:
             click.echo(piece, nl=False)
         click.echo()
     return {"tokens": list(answer.tokens), **answer_facts(answer)}
-
-
-def _plan(answer: Answer) -> dict[str, Any]:
-    """The plan of an answer, and the parts of its context that were of other programs, if any."""
-    facts: dict[str, Any] = {"moved": list(answer.restoration.moved)} if answer.restoration.moved else {}
-    if answer.plan is not None:
-        facts |= {"level": answer.plan.level, "source": answer.plan.source, "met": answer.met}
-    return facts
 
 
 def _costs(choice: _Choice, engine: Engine[ProgramModel]) -> dict[str, Any]:

@@ -2,17 +2,17 @@
 
 import contextlib
 import dataclasses
-import json
 import shutil
 
 import pytest
 
 from jaxllm.contexts.codecs import RAW
-from jaxllm.errors import BudgetExceeded, ContextGone
-from jaxllm.export.device.contexts import ProgramContext, ProgramContexts
+from jaxllm.errors import BudgetExceeded
+from jaxllm.export.device.contexts import ProgramContexts
 from jaxllm.export.device.opening import open_device, profile_path
-from jaxllm.export.folder_format.manifest import LOOP, MAIN, TOKENIZER, Manifest, StoredFile
+from jaxllm.export.folder_format.manifest import LOOP, MAIN, Manifest, StoredFile
 from jaxllm.export.folder_format.signature import CHUNK_TOKENS
+from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.contexts.layout import SUFFIX
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from tests.export.sizes import CFG
@@ -28,12 +28,12 @@ def contexts(engine, tmp_path):
         yield with_room
 
 
-def created(contexts, app, **options):
-    return ProgramContext(contexts, contexts.create(app, **options))
+def created(contexts, **options):
+    return Context(contexts, contexts.create("app", **options))
 
 
-def opened(contexts, app, name):
-    return ProgramContext(contexts, contexts.record(app, name))
+def opened(contexts, name):
+    return Context(contexts, contexts.record("app", name))
 
 
 @contextlib.contextmanager
@@ -44,16 +44,16 @@ def reopened(engine, tmp_path, budget_bytes=1 << 20):
     again.close()
 
 
-def begun(contexts, turn, **options):
+def begun(contexts, turn):
     """The name of a context with one turn, and the turn's answer; the process has ended."""
-    context = created(contexts, "app", **options)
+    context = created(contexts)
     answer = context.answer(turn, CONFIG).result()
     contexts.close()
     return context.name, answer
 
 
 def go_on(contexts, name):
-    return opened(contexts, "app", name).answer(TURNS[0][:5], CONFIG).result()
+    return opened(contexts, name).answer(TURNS[0][:5], CONFIG).result()
 
 
 def uninterrupted(engine, first, level=100):
@@ -71,7 +71,7 @@ def uninterrupted(engine, first, level=100):
 def test_three_contexts_in_a_budget_of_four_chunks(engine, tmp_path):
     wanted = [uninterrupted(engine, turn) for turn in TURNS]
     with reopened(engine, tmp_path, 4 * CHUNK_BYTES) as contexts:
-        made = [created(contexts, "app") for _ in TURNS]
+        made = [created(contexts) for _ in TURNS]
         first = [each.answer(turn, CONFIG).result() for each, turn in zip(made, TURNS, strict=True)]
         assert [each.tokens for each in first] == [each[0] for each in wanted]
         assert contexts.memory.resident_bytes <= 4 * CHUNK_BYTES
@@ -80,7 +80,13 @@ def test_three_contexts_in_a_budget_of_four_chunks(engine, tmp_path):
         assert contexts.memory.evicted > 0
         assert [each.reused_tokens for each in second] == [CHUNK_TOKENS] * 3
     with reopened(engine, tmp_path, CHUNK_BYTES - 1) as none, pytest.raises(BudgetExceeded):
-        created(none, "app").answer(TURNS[0], CONFIG).result()
+        created(none).answer(TURNS[0], CONFIG).result()
+
+
+def test_a_level_of_its_own(engine, contexts):
+    context = created(contexts, level=40)
+    found = [context.answer(turn, CONFIG).result().tokens for turn in (TURNS[0], TURNS[0][:5])]
+    assert found == uninterrupted(engine, TURNS[0], level=40)
 
 
 def test_a_restart_restores_to_the_bit(engine, contexts, tmp_path):
@@ -110,56 +116,34 @@ def test_a_damaged_chunk_is_computed_again(engine, contexts, tmp_path):
         assert again.record("app", name).bits == (RAW, RAW)
 
 
-def updated(folder, tmp_path, files=(), change=lambda manifest: manifest):
-    """A copy of the folder with some files written anew, and its engine."""
-    place = tmp_path / "updated"
-    shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(folder, place)
-    for name, text in dict(files).items():
-        (place / name).write_text(text)
-    manifest = Manifest.read(folder)
-    stored = {**manifest.files, **{name: StoredFile.of(place / name) for name in dict(files)}}
-    change(dataclasses.replace(manifest, files=stored)).write(place)
-    return open_device(place)
+def test_updates_of_the_loop_and_of_the_programs(engine, folder, contexts, tmp_path):
+    """One of the loop leaves chunks and profile. A context of other programs is computed again from its
+    tokens; until then it is as it was: its own programs find its chunks."""
 
+    def updated(place, **files):
+        shutil.copytree(folder, place)
+        manifest, stored = Manifest.read(folder), {}
+        for file, text in files.items():
+            (place / file).write_text(text)
+            stored[file] = StoredFile.of(place / file)
+        dataclasses.replace(manifest, files={**manifest.files, **stored}).write(place)
+        return open_device(place)
 
-def test_an_update_of_the_loop_leaves_chunks_and_profile(engine, folder, contexts, tmp_path):
     name, _ = begun(contexts, TURNS[1])
-    loop = updated(folder, tmp_path, {LOOP: "modules", MAIN: "what starts them"})
+    loop = updated(tmp_path / "loop", **{LOOP: "modules", MAIN: "what starts them"})
     assert profile_path(loop) == profile_path(engine)
     with reopened(loop, tmp_path) as again:
         answer = go_on(again, name)
         assert (answer.restoration.read, answer.restoration.moved) == ((0,), ())
-        assert answer.tokens == uninterrupted(engine, TURNS[1])[1]
-
-
-def test_a_context_of_other_programs_is_computed_again_from_its_tokens(engine, folder, contexts, tmp_path):
-    """Until then it is as it was: its own programs find its chunks."""
-    name, _ = begun(contexts, TURNS[1])
-    other = updated(folder, tmp_path, {"more.weights": "of a new version"})
+        sequence = list(answer.sequence)
+    other = updated(tmp_path / "other", **{"more.weights": "of a new version"})
     assert profile_path(other) != profile_path(engine)
     with reopened(other, tmp_path) as again:
-        assert len(opened(again, "app", name).tokens) == len(TURNS[1]) + CONFIG.max_tokens
+        assert len(opened(again, name).tokens) == len(sequence)
     with reopened(engine, tmp_path) as back:
-        assert back.record("app", name).bits == (RAW,)
+        assert back.record("app", name).bits == (RAW, RAW)
     with reopened(other, tmp_path) as again:
         answer = go_on(again, name)
-        assert answer.tokens == uninterrupted(engine, TURNS[1])[1]
+        assert answer.tokens == engine.generate([*sequence, *TURNS[0][:5]], CONFIG).tokens
         assert answer.restoration.moved == ("model",)
-        assert opened(again, "app", name).answer([5], CONFIG).result().restoration.moved == ()
-        assert again.record("app", name).bits == (RAW, RAW)
-
-
-def test_tokens_of_another_tokenizer_are_refused(folder, contexts, tmp_path):
-    name, _ = begun(contexts, TURNS[1])
-    stored = json.loads((folder / TOKENIZER).read_text())
-    stored["tokenizer_json"] = stored["tokenizer_json"].replace(" ", "", 1) + " "
-    other = updated(folder, tmp_path, {TOKENIZER: json.dumps(stored)})
-    with reopened(other, tmp_path) as again, pytest.raises(ContextGone, match="of another tokenizer"):
-        opened(again, "app", name)
-
-
-def test_a_level_of_its_own(engine, contexts):
-    context = created(contexts, "app", level=40)
-    found = [context.answer(turn, CONFIG).result().tokens for turn in (TURNS[0], TURNS[0][:5])]
-    assert found == uninterrupted(engine, TURNS[0], level=40)
+        assert opened(again, name).answer([5], CONFIG).result().restoration.moved == ()

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import json
 
 import httpx
 import pytest
@@ -20,16 +19,11 @@ from jaxllm.serving.server.calls import AdapterGone, Call, Ended, Piece, Started
 CONFIG = GenerationConfig(max_tokens=6, ignore_eos=True)
 
 
-def started(service, **options):
-    made = Backend()
-    OpenedPrograms(service, queued=2, **options).start(made)
-    return made
-
-
 @pytest.fixture
 def backend(engine, profile, tmp_path):
     contexts = ProgramContexts(engine, tmp_path / "contexts", budget_bytes=1 << 20)
-    made = started(ProgramService(engine, profile, contexts=contexts))
+    made = Backend()
+    OpenedPrograms(ProgramService(engine, profile, contexts=contexts)).start(made)
     yield made
     made.executor.stop(0)
     made.close()
@@ -100,15 +94,11 @@ async def test_turns_in_a_context(engine, backend):
 
 
 @in_loop
-async def test_what_programs_do_not_have(backend):
+async def test_the_wire_formats_of_the_live_service_and_what_programs_do_not_have(backend):
     with pytest.raises(ConfigError, match="embed no texts"):
         await backend.embed("app", [[1]])
     with pytest.raises(AdapterGone):
         backend.submit(call(adapter="brief"))
-
-
-@in_loop
-async def test_the_wire_formats_of_the_live_service(backend):
     app = make_app(backend, identify=lambda scope: "app")
     transport = httpx.ASGITransport(app=app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -117,14 +107,6 @@ async def test_the_wire_formats_of_the_live_service(backend):
         assert whole["usage"]["completion_tokens"] <= 4
         planned = (await client.post("/v1/completions", json={**body, "slo": "<90,90>"})).json()
         assert planned["jaxllm"]["level"] in (40, 100)
-        assert planned["jaxllm"]["met"] in (True, False)
-        streamed = await client.post("/v1/completions", json={**body, "stream": True})
-        parts = [line[6:] for line in streamed.text.splitlines() if line.startswith("data: {")]
-        text = "".join(json.loads(each)["choices"][0]["text"] for each in parts)
-        assert text == whole["choices"][0]["text"]
-        bound = await client.post("/v1/objective", json={"slo": {"ttft_ms": 1e6, "tpot_ms": 1e6}})
-        assert bound.status_code == 200
-        assert (await client.get("/health")).json() == {"status": "ok"}
         models = (await client.get("/v1/models")).json()["data"]
         assert [each["jaxllm"]["levels"] for each in models] == [[40, 100]]
 

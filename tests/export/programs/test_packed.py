@@ -19,16 +19,11 @@ def packed(folder, program, made_of, content, width="int8", limit=1000):
     return {each.read_bytes() for each in folder.iterdir()}
 
 
-def test_a_file_is_found_again_by_what_it_was_made_of(tmp_path):
+def test_a_file_is_found_again_by_what_it_was_made_of_and_replaced_by_a_new_export_there(tmp_path):
     folder = tmp_path / "packed"
     assert packed(folder, tmp_path / "a", "one", b"1") == {b"1"}
     assert packed(folder, tmp_path / "a", "one", b"2") == {b"1"}
     assert folder.stat().st_mode & 0o777 == 0o700
-
-
-def test_a_new_export_in_the_same_place_replaces_the_old(tmp_path):
-    folder = tmp_path / "packed"
-    packed(folder, tmp_path / "a", "one", b"1")
     assert packed(folder, tmp_path / "b", "one", b"2") == {b"1", b"2"}
     assert packed(folder, tmp_path / "a", "one", b"3", width="f32") == {b"1", b"2", b"3"}
     assert packed(folder, tmp_path / "a", "two", b"4") == {b"2", b"3", b"4"}
@@ -75,13 +70,6 @@ def test_what_is_not_whole_is_not_kept(tmp_path):
     assert new.exists()
 
 
-def test_a_folder_that_cannot_be_made_keeps_nothing(tmp_path):
-    (tmp_path / "file").touch()
-    store = PackedFolder(tmp_path / "file" / "packed", limit_bytes=10)
-    with store.opened(tmp_path, "int8", "one") as file:
-        assert file is None
-
-
 def test_what_was_damaged_or_could_be_anybodys_is_packed_again(tmp_path, caplog):
     folder = tmp_path / "packed"
     for spoil in (
@@ -101,6 +89,10 @@ def test_what_was_damaged_or_could_be_anybodys_is_packed_again(tmp_path, caplog)
     with PackedFolder(folder, limit_bytes=10).opened(tmp_path, "int8", "one") as file:
         assert file is None
     assert "others may write to it" in caplog.text
+    # Nor is a folder that cannot be made.
+    (tmp_path / "file").touch()
+    with PackedFolder(tmp_path / "file" / "packed", limit_bytes=10).opened(tmp_path, "int8", "one") as file:
+        assert file is None
 
 
 def test_a_file_that_cannot_be_opened_for_a_moment_stays(tmp_path, monkeypatch):
@@ -133,7 +125,7 @@ def test_others_are_heard_when_the_block_ends(capfd):
     assert capfd.readouterr().err == "warning: another thread\nand goes on"
 
 
-def test_an_error_gives_standard_error_back(capfd):
+def test_errors_and_threads_give_standard_error_back(capfd):
     def fail():
         with captured_messages():
             os.write(2, OWN)
@@ -141,11 +133,6 @@ def test_an_error_gives_standard_error_back(capfd):
 
     with pytest.raises(ValueError, match="x"):
         fail()
-    os.write(2, b"here\n")
-    assert capfd.readouterr().err == "here\n"
-
-
-def test_threads_take_it_one_after_the_other(capfd):
     inside, order = threading.Event(), []
 
     def second():
