@@ -21,11 +21,11 @@ RUNS = {
     "calibrate prefill": "int8_prefill.prefill:calibrate_prefill",
     "calibrate contexts": "contexts.contexts:calibrate_contexts",
     "calibrate nested": "speculation.nested:calibrate_nested",
-    "pretrain": "pretrain.run:pretrain",
+    "pretrain": "decoders:pretrain",
     "pretrain --recipe translate-draft": "seq2seq.run:train_seq2seq",
-    "lora": "lora.run:train_lora",
+    "lora": "decoders:train_lora",
     "elasticize": "elastic.run:elasticize",
-    "documents": "pretrain.run:export_best",
+    "documents": "decoders:export_best",
     "pairs": "seq2seq.run:export_best_seq2seq",
 }
 Called = Callable[..., dict[str, Any]]

@@ -312,7 +312,10 @@ class WindowBatches(Batches):
     @functools.cached_property
     def _order(self) -> Any:
         """grain's endless data set of (source, window)."""
-        grain = _grain()
+        try:
+            import grain  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ConfigError("loader = \"grain\" needs `pip install 'jaxllm[data]'`") from error
         parts, weights = [], []
         for number, span in enumerate(self._spans):
             if span.drawn:
@@ -320,14 +323,6 @@ class WindowBatches(Batches):
                 parts.append(order.map(lambda window, source=number: (source, int(window))))
                 weights.append(span.drawn)
         return grain.MapDataset.mix(parts, weights=[each / sum(weights) for each in weights])
-
-
-def _grain() -> Any:
-    try:
-        import grain  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError("loader = \"grain\" needs `pip install 'jaxllm[data]'`") from error
-    return grain
 
 
 class PackedBatches(Batches):
@@ -359,9 +354,7 @@ class PackedBatches(Batches):
         every = np.arange(len(self.documents))
         _, parts = learnt_parts(self.documents, every, self.row_tokens, self.mixture)
         count = len(np.unique(parts[:, 0]))
-        if not count:
-            return ""
-        return f"{len(parts):,} rows of prompts alone are left out, of {count:,} documents"
+        return f"{len(parts):,} rows of prompts alone are left out, of {count:,} documents" if count else ""
 
     def _place(self, pick: int) -> tuple[int, int]:
         epoch = 0
@@ -374,12 +367,11 @@ class PackedBatches(Batches):
 @dataclasses.dataclass(frozen=True)
 class Splits:
     """Tokens of a run: the training batches by step, and the held-out documents. Losses are measured on at
-    most `most_batches` batches of them, 0 for all; for `own` see `PackedBatches`."""
+    most `most_batches` batches of them, 0 for all."""
 
     train: Batches
     held_out: TokenizedDocuments
     most_batches: int = 0
-    own: Rows = None
 
     @classmethod
     def of(
@@ -408,8 +400,7 @@ class Splits:
         train, held_out = (corpus.tokenized(encoder, split, folder) for split in ("train", "held_out"))
         kind = WindowBatches if loader == "grain" else PackedBatches
         shape = settings.row_tokens, settings.batch, settings.seed
-        batches = kind(train, corpus.sources, *shape, own)
-        return cls(batches, held_out, settings.evaluation_batches, own)
+        return cls(kind(train, corpus.sources, *shape, own), held_out, settings.evaluation_batches)
 
     @property
     def source_names(self) -> list[str]:
@@ -433,9 +424,9 @@ class Splits:
 
     def held_out_batches(self) -> Iterator[Batch]:
         """Yields batches of held-out documents to measure losses on, weighted as in training."""
-        shape = self.train.row_tokens, self.train.batch
-        batches = evaluation_batches(self.held_out, *shape, self.train.mixture, own=self.own)
-        return spread(batches, self.most_batches)
+        train = self.train
+        shape, most = (train.row_tokens, train.batch), self.most_batches
+        return evaluation_batches(self.held_out, *shape, train.mixture, own=train.own, most=most)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -468,37 +459,6 @@ def draw(
     return np.concatenate(drawn)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class EvaluationBatches(Sequence[Batch]):
-    """Batches in which every learned token is a target exactly once, filled on access.
-
-    Attributes:
-      documents, mixture, row_tokens, own: see `PackedBatches`.
-      parts: `[parts, 3]`, see `cut`.
-      rows: positions in `parts`, of each batch and row.
-    """
-
-    documents: TokenizedDocuments
-    mixture: tuple[Source, ...]
-    row_tokens: int
-    parts: np.ndarray
-    rows: tuple[tuple[list[int], ...], ...]
-    own: Rows = None
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return dataclasses.replace(self, rows=self.rows[number])
-        rows = self.rows[number]
-        return filled(
-            len(rows),
-            self.own,
-            lambda row: fill_row(self.documents, self.parts[rows[row]], self.row_tokens, self.mixture),
-        )
-
-
 def evaluation_batches(
     documents: TokenizedDocuments,
     row_tokens: int,
@@ -506,14 +466,16 @@ def evaluation_batches(
     mixture: Sequence[Source] = (),
     *,
     own: Rows = None,
-) -> EvaluationBatches:
-    """The batches of documents for a loss; `own`: see `PackedBatches`."""
+    most: int = 0,
+) -> Iterator[Batch]:
+    """Yields batches of documents for a loss, in which every learned token is a target exactly once: at most
+    `most` of them (see `spread`); for `own` see `Batches`."""
     parts, _ = learnt_parts(documents, np.arange(len(documents)), row_tokens, mixture)
     rows = best_fit(parts[:, 2] - parts[:, 1] - 1, row_tokens)
     # Rows without documents fill the last batch.
     rows += [[]] * (-len(rows) % batch)
-    grouped = tuple(tuple(rows[first : first + batch]) for first in range(0, len(rows), batch))
-    return EvaluationBatches(documents, tuple(mixture), row_tokens, parts, grouped, own)
+    for some in spread([rows[first : first + batch] for first in range(0, len(rows), batch)], most):
+        yield filled(batch, own, lambda row: fill_row(documents, parts[some[row]], row_tokens, mixture))  # noqa: B023
 
 
 def spread(batches: Iterable[Any], most: int) -> Iterator[Any]:
