@@ -549,7 +549,7 @@ def claimed_splits(
             pass
         return pairs
     corpus = Corpus.open(recipe.sources, run.data, recipe.held_out_share, shortened_share=shortened_share)
-    corpus.tell(run.own_console)
+    corpus.report_bad_lines(run.own_console)
     own = own_rows(mesh, recipe.batch, recipe.accumulate)
     with claimed(run.folder, recipe, **identity, documents=corpus.digest()):
         encoder, folder = ModelEncoder(model.tokenizer), run.folder / "tokens"

@@ -220,12 +220,12 @@ def test_an_adapter_learns_over_every_width(model, data, tmp_path, weights):
     assert (lora.rank, lora.alpha, set(lora.targets)) == (4, 8, own)
     assert all(np.abs(value).max() > 0 for value in adapter.values())
     assert summary["parameters"] == sum(value.size for value in adapter.values())
-    # The tuned is over: nothing is trained again, and the same is written.
+    # The run is over: nothing is trained again, and the same is written.
     before = (folder / "adapter_model.safetensors").read_bytes()
     tuned(ADAPTER, model, data, tmp_path / "run", weights=weights)
     assert (folder / "adapter_model.safetensors").read_bytes() == before
     other = dataclasses.replace(ADAPTER, lora=LoraConfig(rank=2))
-    with pytest.raises(ConfigError, match="another tuned"):
+    with pytest.raises(ConfigError, match="another run"):
         tuned(other, model, data, tmp_path / "run")
 
 

@@ -99,7 +99,7 @@ class Corpus:
     shortened_share: float = 0.0
     bad_lines: tuple[str, ...] = ()
 
-    def tell(self, console: Console) -> None:
+    def report_bad_lines(self, console: Console) -> None:
         """Prints the number of lines that were left out and the first error, if any."""
         if self.bad_lines:
             console.print(

@@ -117,13 +117,13 @@ def filled(batch: int, own: Rows, row: Callable[[int], tuple[np.ndarray, ...]]) 
 
 
 def learnt_parts(
-    documents: TokenizedDocuments, drawn: np.ndarray, row_tokens: int, mixture: Sequence[Source]
+    documents: TokenizedDocuments, chosen: np.ndarray, row_tokens: int, mixture: Sequence[Source]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cuts documents into parts, and separates those without a weight.
 
     Args:
       documents: documents to cut.
-      drawn: numbers of documents.
+      chosen: numbers of documents.
       row_tokens: maximum number of targets of a part.
       mixture: the sources, by number; empty for weights of 1.
 
@@ -134,7 +134,7 @@ def learnt_parts(
     if mixture:
         given, learnt = np.array([source.weights for source in mixture])[documents.sources].T
     prompt = documents.prompt_tokens
-    parts = cut(documents.lengths, drawn, row_tokens, from_end=(prompt > 0) & (given == 0))
+    parts = cut(documents.lengths, chosen, row_tokens, from_end=(prompt > 0) & (given == 0))
     of, first, last = parts.T
     # Target i of a part is the document's token first + 1 + i.
     in_prompt = np.clip(np.minimum(last, prompt[of]) - first - 1, 0, None)
@@ -143,25 +143,25 @@ def learnt_parts(
 
 
 def cut(
-    lengths: np.ndarray, drawn: np.ndarray, row_tokens: int, *, from_end: np.ndarray | None = None
+    lengths: np.ndarray, chosen: np.ndarray, row_tokens: int, *, from_end: np.ndarray | None = None
 ) -> np.ndarray:
     """Returns the parts `[parts, 3]` (document, first, last token + 1) of documents of these lengths, each
     with at most `row_tokens` targets; documents of one token have none.
 
     Args:
       lengths: number of tokens of each document.
-      drawn: numbers of the documents to cut.
+      chosen: numbers of the documents to cut.
       row_tokens: maximum number of targets of a part.
       from_end: whether a document has a short first part, instead of a short last one.
     """
-    counts = -((1 - lengths[drawn]) // row_tokens)
-    of = np.repeat(np.arange(len(drawn)), counts)
+    counts = -((1 - lengths[chosen]) // row_tokens)
+    of = np.repeat(np.arange(len(chosen)), counts)
     first = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * row_tokens
     if from_end is not None:
-        short = np.where(from_end[drawn], counts * row_tokens - (lengths[drawn] - 1), 0)
+        short = np.where(from_end[chosen], counts * row_tokens - (lengths[chosen] - 1), 0)
         first -= short[of]
-    last = np.minimum(first + row_tokens + 1, lengths[drawn[of]])
-    return np.stack([drawn[of], np.maximum(first, 0), last], axis=1).astype(np.int64)
+    last = np.minimum(first + row_tokens + 1, lengths[chosen[of]])
+    return np.stack([chosen[of], np.maximum(first, 0), last], axis=1).astype(np.int64)
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
@@ -225,7 +225,7 @@ class _Span(NamedTuple):
     """Windows of a source: first token of each, number per epoch, and number left out."""
 
     begins: np.ndarray
-    drawn: float
+    per_epoch: float
     left_out: int
 
 
@@ -242,7 +242,7 @@ class WindowBatches(Batches):
     @property
     def count(self) -> int:
         """Number of windows of an epoch: those of every source `repeats` times."""
-        return round(sum(span.drawn for span in self._spans))
+        return round(sum(span.per_epoch for span in self._spans))
 
     def epoch(self, number: int) -> range:
         """The numbers of an epoch's rows."""
@@ -318,10 +318,10 @@ class WindowBatches(Batches):
             raise ConfigError("loader = \"grain\" needs `pip install 'jaxllm[data]'`") from error
         parts, weights = [], []
         for number, span in enumerate(self._spans):
-            if span.drawn:
+            if span.per_epoch:
                 order = grain.MapDataset.range(len(span.begins)).seed(self.seed + number).shuffle().repeat()
                 parts.append(order.map(lambda window, source=number: (source, int(window))))
-                weights.append(span.drawn)
+                weights.append(span.per_epoch)
         return grain.MapDataset.mix(parts, weights=[each / sum(weights) for each in weights])
 
 
@@ -437,8 +437,8 @@ def _epoch_rows(batches: PackedBatches, number: int) -> int:
 @functools.lru_cache(maxsize=4)
 def _epoch(batches: PackedBatches, number: int) -> list[np.ndarray]:
     generator = np.random.default_rng([batches.seed, number])
-    drawn = draw(batches.documents, batches.mixture, generator)
-    parts, _ = learnt_parts(batches.documents, drawn, batches.row_tokens, batches.mixture)
+    chosen = draw(batches.documents, batches.mixture, generator)
+    parts, _ = learnt_parts(batches.documents, chosen, batches.row_tokens, batches.mixture)
     # A random order among parts of one length packs other documents together each time.
     parts = parts[generator.permutation(len(parts))]
     rows = best_fit(parts[:, 2] - parts[:, 1] - 1, batches.row_tokens)
@@ -451,12 +451,12 @@ def draw(
     """Samples the documents of an epoch, by number, each `repeats` times; fractions at random."""
     if not mixture:
         return np.arange(len(documents))
-    drawn = []
+    chosen = []
     for number, source in enumerate(mixture):
         own = np.flatnonzero(documents.sources == number)
         whole, share = divmod(source.repeats, 1)
-        drawn += [np.tile(own, int(whole)), generator.permutation(own)[: round(share * len(own))]]
-    return np.concatenate(drawn)
+        chosen += [np.tile(own, int(whole)), generator.permutation(own)[: round(share * len(own))]]
+    return np.concatenate(chosen)
 
 
 def evaluation_batches(

@@ -234,7 +234,7 @@ def joint_job(
         own = params if counts is None else at_level(params, counts, cfg)
         return outputs_of_any(own, batch, cfg=cfg, dtype=dtype, remat=settings.remat)
 
-    def drawn_losses(
+    def sampled_losses(
         params: Params, frozen: Any, batch: AnyBatch, key: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         whole = run(params, batch)
@@ -244,16 +244,16 @@ def joint_job(
         if not count:
             return losses, jnp.zeros(())
         wanted = jax.lax.stop_gradient(whole)
-        drawn = jnp.zeros(1, jnp.int32)
+        sampled = jnp.zeros(1, jnp.int32)
         if count > 1:
-            drawn = jnp.stack([drawn[0], jax.random.randint(key, (), 1, count)])
+            sampled = jnp.stack([sampled[0], jax.random.randint(key, (), 1, count)])
 
         def taught(counts: Mapping[str, Any]) -> jax.Array:
             return distillation_losses(run(params, batch, counts), wanted, batch, teacher_share=1.0)
 
         # One after the other: a step then holds the activations of one level, and has the code of one.
-        others = jax.lax.map(taught, {name: jnp.asarray(each)[drawn] for name, each in smaller.items()})
-        return (losses + others.sum(0)) * np.float32(1 / (1 + drawn.shape[0])), jnp.zeros(())
+        others = jax.lax.map(taught, {name: jnp.asarray(each)[sampled] for name, each in smaller.items()})
+        return (losses + others.sum(0)) * np.float32(1 / (1 + sampled.shape[0])), jnp.zeros(())
 
     def losses(params: Params, frozen: Any, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:
         del frozen
@@ -268,7 +268,7 @@ def joint_job(
     runs = 1 + min(count, 2) + (0 if original is None else 1 / 3)
     flops = step_flops_per_token(cfg, settings.row_tokens) * runs
     beside = {} if original is None else {"frozen": dict(original), "frozen_cfg": cfg}
-    return Job(dict(params), losses, drawn_losses=drawn_losses, cfg=cfg, flops_per_token=flops, **beside)
+    return Job(dict(params), losses, sampled_losses=sampled_losses, cfg=cfg, flops_per_token=flops, **beside)
 
 
 def level_job(

@@ -72,14 +72,14 @@ class Job:
         stacked on accelerators (see `jaxllm.models.scanned_layers`), and passed to `losses` so.
       flops_per_token: model operations of a training step, per token; None if unknown.
       frozen_cfg: config of the model whose parameters are frozen, likewise.
-      drawn_losses: training losses that are sampled anew at every step: as `losses`, with a PRNG key as
+      sampled_losses: training losses that are sampled anew at every step: as `losses`, with a PRNG key as
         last argument. `losses` is then only the held-out loss.
     """
 
     init: Callable[[jax.Array], Params] | Params
     losses: Callable[[Params, Any, Any], tuple[jax.Array, jax.Array]]
     frozen: Any = None
-    drawn_losses: Callable[[Params, Any, Any, jax.Array], tuple[jax.Array, jax.Array]] | None = None
+    sampled_losses: Callable[[Params, Any, Any, jax.Array], tuple[jax.Array, jax.Array]] | None = None
     cfg: ModelConfig | None = None
     frozen_cfg: ModelConfig | None = None
     flops_per_token: float | None = None
@@ -239,10 +239,10 @@ class Trainer:
         key = jax.random.fold_in(jax.random.key(self.settings.seed), state.step)
 
         def part_loss(params: Params, part: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            if self.job.drawn_losses is None:
+            if self.job.sampled_losses is None:
                 losses, penalty = self.job.losses(params, frozen, part)
             else:
-                losses, penalty = self.job.drawn_losses(params, frozen, part, key)
+                losses, penalty = self.job.sampled_losses(params, frozen, part, key)
             mean = jnp.sum(losses * part.weights) / total
             return mean + penalty / count, (mean, penalty / count)
 

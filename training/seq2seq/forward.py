@@ -62,8 +62,8 @@ def dropout(key: jax.Array, share: float) -> Drop:
 
     def drop(x: jax.Array, place: int) -> jax.Array:
         words = jax.random.bits(jax.random.fold_in(own, place), (*x.shape[:-1], -(-x.shape[-1] // 4)))
-        drawn = (words[..., None] >> shifts) & np.uint32(255)
-        kept = drawn.reshape(*words.shape[:-1], -1)[..., : x.shape[-1]] >= np.uint32(lost)
+        sampled = (words[..., None] >> shifts) & np.uint32(255)
+        kept = sampled.reshape(*words.shape[:-1], -1)[..., : x.shape[-1]] >= np.uint32(lost)
         # In float32: in bfloat16 XLA's CPU backend generates the bits again for the gradient.
         return (x.astype(jnp.float32) * jnp.where(kept, factor, np.float32(0))).astype(x.dtype)
 

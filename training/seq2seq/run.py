@@ -157,7 +157,7 @@ def seq2seq_job(recipe: Seq2SeqRecipe, teacher: FrozenModel | None = None) -> Jo
         logits, _ = target_logits(params, batch, cfg=cfg, dtype=jnp.dtype(recipe.computed_in))
         return cross_entropy(logits, batch.targets), jnp.zeros(())
 
-    def drawn(params: Params, frozen: Any, batch: PairBatch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def sampled(params: Params, frozen: Any, batch: PairBatch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         dtype, drop = jnp.dtype(recipe.computed_in), dropout(key, recipe.dropout)
         logits, routings = target_logits(params, batch, cfg=cfg, dtype=dtype, drop=drop, remat=recipe.remat)
         penalty = jnp.zeros(())
@@ -176,10 +176,10 @@ def seq2seq_job(recipe: Seq2SeqRecipe, teacher: FrozenModel | None = None) -> Jo
 
     flops = step_flops_per_token(cfg, recipe.row_tokens)
     if teacher is None:
-        return Job(init, losses, drawn_losses=drawn, flops_per_token=flops)
+        return Job(init, losses, sampled_losses=sampled, flops_per_token=flops)
     # A teacher only runs forward.
     flops += step_flops_per_token(teacher.cfg, recipe.row_tokens) / 3
-    return Job(init, losses, dict(teacher.params), drawn_losses=drawn, flops_per_token=flops)
+    return Job(init, losses, dict(teacher.params), sampled_losses=sampled, flops_per_token=flops)
 
 
 def target_logits(

@@ -153,7 +153,7 @@ def test_token_files_are_written_once_and_never_stale(data, tmp_path, encoder, m
     np.testing.assert_array_equal(again.tokens, first.tokens)
 
 
-def test_damaged_token_files_are_told(tmp_path, encoder):
+def test_damaged_token_files_are_reported(tmp_path, encoder):
     for name in ("tokens.bin", "index.npz"):
         folder = tmp_path / name.removesuffix(".bin")
         corpus.write_tokens(folder, [(0, text_document(text)) for text in TEXTS], encoder)

@@ -94,14 +94,14 @@ def test_an_epoch_draws_each_source_as_its_repeats_say():
     mixture = tuple(
         Source(text=name, repeats=repeats) for name, repeats in [("a", 2.5), ("b", 0.25), ("c", 0)]
     )
-    drawn = draw(documents, mixture, np.random.default_rng(0))
-    counts = np.bincount(drawn, minlength=100)
+    chosen = draw(documents, mixture, np.random.default_rng(0))
+    counts = np.bincount(chosen, minlength=100)
     assert set(counts[:40]) == {2, 3}
     assert counts[:40].sum() == 100
     assert set(counts[40:80]) == {0, 1}
     assert counts[40:80].sum() == 10
     assert not counts[80:].any()
-    assert (draw(documents, mixture, np.random.default_rng(1)) != drawn).any()
+    assert (draw(documents, mixture, np.random.default_rng(1)) != chosen).any()
     with pytest.raises(ConfigError, match="too few"):
         PackedBatches(documents, (Source(text="a", repeats=0),) * 3, 8, 1, 0)
 
@@ -254,7 +254,7 @@ def one_file(data, folder):
 
 
 def main(data, folder, port, process):
-    """One process of two, with two devices: begins a pretrained, and goes on with another."""
+    """One process of two, with two devices: begins a run, and goes on with another."""
     join(port, process, 2)
     data, folder = Path(data), Path(folder)
     read, real = [], corpus._documents_of

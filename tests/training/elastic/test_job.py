@@ -53,7 +53,7 @@ def first_batch():
 def test_a_step_has_the_whole_the_smallest_and_one_between(params):
     cfg, batch = RECIPE.model, first_batch()
     job = joint_job(cfg, params, LADDER, RECIPE)
-    assert job.drawn_losses is not None
+    assert job.sampled_losses is not None
 
     def outputs(params, level):
         part = sub_config(cfg, LADDER, level)
@@ -68,7 +68,7 @@ def test_a_step_has_the_whole_the_smallest_and_one_between(params):
         return chosen, sum(next_token_losses(each, batch) for each in all_outputs) / 4
 
     by_choice, expected = by_hand(params)
-    run = jax.jit(job.drawn_losses)
+    run = jax.jit(job.sampled_losses)
     seen = set()
     for seed in range(8):
         losses, penalty = run(params, None, batch, jax.random.key(seed))
@@ -87,7 +87,7 @@ def test_a_ladder_of_one_level_trains_the_whole_which_stays_close_to_the_origina
     @jax.jit
     def run(params, original):
         losses = [
-            job.drawn_losses(params, frozen, batch, jax.random.key(0))[0]
+            job.sampled_losses(params, frozen, batch, jax.random.key(0))[0]
             for job, frozen in ((free, None), (bound, original))
         ]
         ours, theirs = (outputs_of(each, batch, cfg=cfg) for each in (params, original))

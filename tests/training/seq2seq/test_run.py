@@ -218,7 +218,7 @@ def test_loss_is_that_of_transformers(tmp_path):
     filled = batch()
     real = filled.weights > 0
     with torch.no_grad():
-        told = model(
+        theirs = model(
             input_ids=torch.tensor(filled.read.astype(np.int64)),
             attention_mask=torch.tensor(np.arange(8)[None] < filled.read_tokens[:, None]).long(),
             decoder_input_ids=torch.tensor(filled.tokens.astype(np.int64)),
@@ -226,9 +226,9 @@ def test_loss_is_that_of_transformers(tmp_path):
         )
     logits, _ = jax.jit(lambda batch: target_logits(params, batch, cfg=cfg))(filled)
     losses = np.asarray(cross_entropy(logits, filled.targets))
-    np.testing.assert_allclose(np.asarray(logits)[real], told.logits.numpy()[real], atol=1e-4)
+    np.testing.assert_allclose(np.asarray(logits)[real], theirs.logits.numpy()[real], atol=1e-4)
     assert float((losses * filled.weights).sum() / filled.weights.sum()) == pytest.approx(
-        float(told.loss), abs=1e-4
+        float(theirs.loss), abs=1e-4
     )
 
 
@@ -246,8 +246,8 @@ def test_rows_are_what_the_served_model_says_of_each():
 
     logits, _ = jax.jit(lambda batch: target_logits(params, batch, cfg=cfg))(filled)
     for row, (source, target) in enumerate(ENCODED):
-        told = alone(filled.read[row : row + 1], jnp.int32(len(source)), filled.tokens[row : row + 1])
-        np.testing.assert_allclose(logits[row, : len(target)], told[: len(target)], atol=2e-5)
+        theirs = alone(filled.read[row : row + 1], jnp.int32(len(source)), filled.tokens[row : row + 1])
+        np.testing.assert_allclose(logits[row, : len(target)], theirs[: len(target)], atol=2e-5)
 
 
 def test_recomputed_layers_have_the_same_gradients_and_keep_less():

@@ -210,7 +210,7 @@ def _refuse_tests(record: Record) -> None:
 
 
 # Every objective that marks can express.
-TOLD_SLOS = tuple(Slo(ttft=ttft / 100, tpot=tpot / 100) for ttft in MARK_PERCENTS for tpot in MARK_PERCENTS)
+MARKED_SLOS = tuple(Slo(ttft=ttft / 100, tpot=tpot / 100) for ttft in MARK_PERCENTS for tpot in MARK_PERCENTS)
 # Texts are joined to lengths from this to a full row.
 _LEAST_TOKENS = 24
 
@@ -273,7 +273,7 @@ class ScoreRows:
         places = np.array([orders[pick // count][pick % count] for pick in picks.tolist()])
         chosen = jax.tree.map(lambda each: each[places], self.rows)
         draw = np.random.default_rng([self.seed, 1, step])
-        slos = [TOLD_SLOS[each] for each in draw.integers(0, len(TOLD_SLOS), self.batch)]
+        slos = [MARKED_SLOS[each] for each in draw.integers(0, len(MARKED_SLOS), self.batch)]
         return dataclasses.replace(chosen, tokens=_marked_each(chosen.tokens, slos, self.mark_ids))
 
     def held_out(self) -> Iterator[ScoreBatch]:
@@ -282,7 +282,7 @@ class ScoreRows:
         for first in range(0, count, self.batch):
             places = np.arange(first, first + self.batch)
             chosen = jax.tree.map(lambda each, at=places % count: each[at], self.rows)
-            slos = [TOLD_SLOS[at % len(TOLD_SLOS)] for at in places]
+            slos = [MARKED_SLOS[at % len(MARKED_SLOS)] for at in places]
             tokens = _marked_each(chosen.tokens, slos, self.mark_ids)
             real = (places < count).astype(np.float32)[:, None]
             yield dataclasses.replace(chosen, tokens=tokens, weights=chosen.weights * real)

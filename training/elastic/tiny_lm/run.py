@@ -50,7 +50,7 @@ from jaxllm.training.elastic.tiny_lm.labels import (
 )
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
 from jaxllm.training.elastic.tiny_lm.rows import (
-    TOLD_SLOS,
+    MARKED_SLOS,
     DecisionBatch,
     DecisionRows,
     KeptWords,
@@ -336,7 +336,7 @@ def train_tiny_lm(
 
     asked, held_out = (
         decision_rows(recipe, answers, questions, sides == side, reader, slos)
-        for side, slos in ((False, TOLD_SLOS), (True, SLOS))
+        for side, slos in ((False, MARKED_SLOS), (True, SLOS))
     )
     job = decide_job(start, trained, recipe.decide)
     best, decided_on = head("decide", job, recipe.decide, asked, held_out, list(map(str, SLOS)))

@@ -28,7 +28,7 @@ from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.training.elastic.tiny_lm.labels import Answers, ElasticModel, Question
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
 from jaxllm.training.elastic.tiny_lm.rows import (
-    TOLD_SLOS,
+    MARKED_SLOS,
     DecisionRows,
     ScoreRows,
     align,
@@ -87,10 +87,10 @@ def test_the_decision_head_learns_what_marks_say_and_moves_nothing_else(tmp_path
     start = Start.of(recipe, TOKENIZER)
     draw = np.random.default_rng(0)
     read = draw.integers(0, 200, (40, 8)).astype(np.int32), np.ones((40, 8), bool)
-    ttft, tpot = np.array([marks_of(slo) for slo in TOLD_SLOS]).T
+    ttft, tpot = np.array([marks_of(slo) for slo in MARKED_SLOS]).T
     rule = np.stack([tpot - 9 >= 4, np.clip(ttft // 3, 0, 2)], axis=-1).astype(np.int32)
     labels = np.broadcast_to(rule, (40, *rule.shape))
-    rows = DecisionRows(*read, labels, TOLD_SLOS, start.mark_ids, settings.batch, 0)
+    rows = DecisionRows(*read, labels, MARKED_SLOS, start.mark_ids, settings.batch, 0)
     other = dataclasses.replace(rows, tokens=read[0][:3, ::-1], mask=read[1][:3], labels=labels[:3])
     trained = {name: value for name, value in start.params.items() if not name.startswith("decide.")}
     job = decide_job(start, trained, settings)

@@ -212,14 +212,14 @@ def test_answers_are_kept_shard_by_shard(tmp_path, monkeypatch):
         values = np.array([int(each.prompt.text) for each in some])
         return Answers(values[:, None, None] % np.array([[[2, 3]]]) == 0, np.stack(own)[:, :2].astype(float))
 
-    path, told = tmp_path / "answers", []
+    path, seen = tmp_path / "answers", []
     with pytest.raises(KeyboardInterrupt):
         kept_answers(path, asked, scores, make)
     assert sorted(each.name for each in (tmp_path / "answers").iterdir()) == ["0.npz", "4.npz"]
     first, made[:] = list(made), []
-    found = kept_answers(path, asked, scores, make, lambda *call: told.append(call))
+    found = kept_answers(path, asked, scores, make, lambda *call: seen.append(call))
     assert first + made == [list("0123"), list("4567"), list("89")]
-    assert told == [(4, 10), (8, 10), (10, 10)]
+    assert seen == [(4, 10), (8, 10), (10, 10)]
     assert found.correct[:, 0].tolist() == [[n % 2 == 0, n % 3 == 0] for n in range(10)]
     np.testing.assert_array_equal(found.shares[:, 0], np.arange(10))
     again = kept_answers(path, asked, scores, lambda *_: pytest.fail("answered again"))
