@@ -36,11 +36,11 @@ OPTIONS = {
     "Speculation": "jaxllm.serving.ground.speculation_options.SpeculationOptions",
     "Integer prefill": "jaxllm.serving.ground.int8_prefill_options.PrefillOptions",
     "Experts": "jaxllm.serving.ground.expert_options.ExpertOptions",
-    "Pretraining": "jaxllm.training.pretrain.run.PretrainRecipe",
-    "Low-rank adapters": "jaxllm.training.lora.run.LoraRecipe",
+    "Pretraining": "jaxllm.training.decoders.PretrainRecipe",
+    "Low-rank adapters": "jaxllm.training.decoders.LoraRecipe",
     "Elastic models": "jaxllm.training.elastic.job.ElasticRecipe",
     "Tiny LM": "jaxllm.training.elastic.tiny_lm.recipe.TinyLmRecipe",
-    "Encoder-decoders": "jaxllm.training.seq2seq.job.Seq2SeqRecipe",
+    "Encoder-decoders": "jaxllm.training.seq2seq.run.Seq2SeqRecipe",
 }
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]*)\]\((?P<target>[^)#\s]*)(?P<anchor>#[^)\s]*)?\)")
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)

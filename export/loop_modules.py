@@ -14,7 +14,7 @@ from pathlib import Path
 
 ABSENT = ("jax", "jaxlib", "flax", "optax", "orbax", "chex")
 # Modules to begin with; the last one runs in a separate process.
-ENTRIES = ("jaxllm.cli.device.__main__", "jaxllm.text.child_worker")
+ENTRIES = ("jaxllm.cli.device.__main__", "jaxllm.text.child_process")
 
 
 class NotOnDevice(ImportError):

@@ -142,8 +142,8 @@ MUTATIONS = (
         "room -= size", "room -= 0", "tests/elastic/test_ladder.py",
     ),
     _mutation(
-        "tokenizer: a printable byte is spelled as another", "jaxllm/text/token_bytes.py",
-        "*range(0xA1, 0xAD)", "*range(0xA0, 0xAD)", "tests/text/test_token_bytes.py",
+        "tokenizer: a printable byte is spelled as another", "jaxllm/text/tokenizer.py",
+        "*range(0xA1, 0xAD)", "*range(0xA0, 0xAD)", "tests/text/test_tokenizer.py",
     ),
     _mutation(
         "templates: a conversation may spell special tokens", "jaxllm/text/marked_text.py",
@@ -171,7 +171,7 @@ MUTATIONS = (
     ),
     _mutation(
         "training: distillation counts the target twice", "training/loop/losses.py",
-        "rest = np.float32(1) - share", "rest = np.float32(1)", "tests/training/loop/test_losses.py",
+        "rest = np.float32(1) - share", "rest = np.float32(1)", "tests/training/loop/test_trainer.py",
     ),
 )  # fmt: skip
 

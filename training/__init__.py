@@ -3,7 +3,7 @@
     settings, recipes/    settings of all runs, and the packaged recipes
     data/                 from files to the batch of a step
     loop/                 the loop that trains any job
-    pretrain/ seq2seq/ lora/ elastic/    one package per kind of run
+    decoders, seq2seq/ elastic/          one module or package per kind of run
     calibration, contexts/ int8_prefill/ speculation/ experts/    one package per calibration
 
 In a package `run.py` runs from sources to a result in a folder; the recipe and the job of a run are there, or

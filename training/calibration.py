@@ -16,7 +16,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.formats import EXPERT_BITS, WeightFormat
 from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.layer_configs import require_int
-from jaxllm.options import check_options, option
+from jaxllm.options import option
 from jaxllm.training.settings import Recipe
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _LONGEST_CHUNK_TOKENS = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefillRecipe:
+class PrefillRecipe(Recipe):
     """Sizes of a calibration of integer prefill, and how it quantizes.
 
     Attributes:
@@ -44,12 +44,9 @@ class PrefillRecipe:
         "some integer processors.",
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ContextRecipe:
+class ContextRecipe(Recipe):
     """Sizes of a calibration of contexts."""
 
     tokens: int = option(2048, "Tokens to measure on.", low=1)
@@ -72,7 +69,7 @@ class ContextRecipe:
     )
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         longest = max(self.chunk_tokens)
         if any(longest % each for each in self.chunk_tokens):
             raise ConfigError(f"lengths of chunks must divide the longest, got {self.chunk_tokens}")
@@ -84,14 +81,11 @@ class ContextRecipe:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NestedRecipe:
+class NestedRecipe(Recipe):
     """Sizes of a calibration of nested weights."""
 
     tokens: int = option(16384, "Tokens to calibrate on, an eighth of them held out.", low=1)
     row_tokens: int = option(512, "Longest context.", low=16)
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,7 +99,7 @@ class ExpertWidthsRecipe(Recipe):
     batch: int = option(4, "Rows that are computed together.", low=1)
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         require_int("tokens", self.tokens, LEAST_TOKENS)
 
 
@@ -122,7 +116,7 @@ class PairWidthsRecipe(Recipe):
     answer_tokens: int = option(100, "Most tokens of an answer that Rouge-2 judges.", low=2)
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         require_int("tokens", self.tokens, LEAST_TOKENS)
 
 

@@ -27,6 +27,9 @@ class Recipe:
     folder: ClassVar[str]
     """Subfolder of `training/recipes` with the packaged recipes."""
 
+    def __post_init__(self) -> None:
+        check_options(self)
+
     @classmethod
     def names(cls) -> list[str]:
         """Names of the packaged recipes; a `.base.toml` is the base of others."""
@@ -98,7 +101,7 @@ class TrainSettings(Recipe):
     log_steps: int = option(10, "Steps between two lines of metrics.", low=1)
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if self.batch % self.accumulate:
             raise ConfigError(
                 f"batch ({self.batch}) must be a multiple of accumulate ({self.accumulate}), which divides it"

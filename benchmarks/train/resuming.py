@@ -20,9 +20,9 @@ import numpy as np
 from benchmarks.harness.report import Row, row
 from benchmarks.train.steps import random_batch, size_of
 from jaxllm.errors import JaxllmError
+from jaxllm.training.decoders import PretrainRecipe, pretrain_job
 from jaxllm.training.loop.parallel import MeshShape, make_mesh
 from jaxllm.training.loop.trainer import Preempted, Trainer, train
-from jaxllm.training.pretrain.run import PretrainRecipe, pretrain_job
 
 STEPS, CHECKPOINT_STEPS = 12, 4
 _WAIT_S = 240

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.bundle.layout import Part
-from jaxllm.bundle.parts import Fields, PartFormat
-from jaxllm.bundle.reader import Bundle
+from jaxllm.bundle.reader import Bundle, Fields, PartFormat
 from jaxllm.contexts.codecs import WIDTHS, find_codec
 from jaxllm.contexts.tolerance import PARTS, Candidate, ContextCalibration
 from jaxllm.errors import ConfigError

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxllm.bundle.layout import Part
-from jaxllm.bundle.parts import Fields, PartFormat, require_parameters
-from jaxllm.bundle.reader import Bundle
+from jaxllm.bundle.reader import Bundle, Fields, PartFormat, require_parameters
 from jaxllm.errors import ConfigError
 from jaxllm.models.encoder.image_input import ImageInput
 from jaxllm.models.encoder.siglip import ImageEncoderConfig, image_encoder_shapes

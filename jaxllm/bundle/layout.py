@@ -408,16 +408,16 @@ class OpenedFile:
         self._number = os.dup(file.fileno())
         # Not at exit: objects that are finalized there still call `require_unchanged`.
         weakref.finalize(self, os.close, self._number).atexit = False
-        self._facts = _facts(os.fstat(self._number))
+        self._facts = self._now()
+
+    def _now(self) -> tuple[int, int]:
+        facts = os.fstat(self._number)
+        return facts.st_size, facts.st_mtime_ns
 
     def require_unchanged(self) -> None:
         """Raises BundleError if the file's size or modification time has changed."""
-        if _facts(os.fstat(self._number)) != self._facts:
+        if self._now() != self._facts:
             raise BundleError(
                 f"{self._path} was changed in place while it was open, so its weights are no longer those of "
                 "the model; open it again, and replace such a file by renaming another one over it"
             )
-
-
-def _facts(facts: os.stat_result) -> tuple[int, int]:
-    return facts.st_size, facts.st_mtime_ns

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxllm.bundle.layout import Part
-from jaxllm.bundle.parts import Fields, PartFormat
-from jaxllm.bundle.reader import Bundle
+from jaxllm.bundle.reader import Bundle, Fields, PartFormat
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.errors import ConfigError
@@ -53,7 +52,11 @@ def elastic_parts(
     arrays = {} if order is None else order_arrays(order)
     parts = {_LADDER.name: Part({**(facts or {}), "ladder": ladder.to_json()}, arrays)}
     for level, each in (recoveries or {}).items():
-        halved = {name: _halved(value) for name, value in each.adapter.items()}
+        halved = {}
+        for name, value in each.adapter.items():
+            with np.errstate(over="ignore"):
+                half = np.asarray(value).astype(np.float16)
+            halved[name] = half if value.dtype.kind == "f" and np.isfinite(half).all() else value
         parts[_recovery(level).name] = Part({"scaling": each.scaling}, halved)
     return parts
 
@@ -137,10 +140,3 @@ def _check_adapter(cfg: ModelConfig, adapter: Mapping[str, np.ndarray]) -> None:
             )
         if not all(part.dtype.kind == "f" and np.isfinite(part).all() for part in (left, right)):
             raise ConfigError(f"its change to {name} is not made of finite floats")
-
-
-def _halved(value: np.ndarray) -> np.ndarray:
-    """An array as float16, unless that would overflow."""
-    with np.errstate(over="ignore"):
-        half = np.asarray(value).astype(np.float16)
-    return half if value.dtype.kind == "f" and np.isfinite(half).all() else value

@@ -9,8 +9,7 @@ import numpy as np
 
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.levels import read_ladder
-from jaxllm.bundle.parts import Fields, PartFormat, require_parameters
-from jaxllm.bundle.reader import Bundle
+from jaxllm.bundle.reader import Bundle, Fields, PartFormat, require_parameters
 from jaxllm.config import WHOLE
 from jaxllm.elastic.compression import MARKS
 from jaxllm.elastic.slo import marks

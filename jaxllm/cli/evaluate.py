@@ -286,7 +286,7 @@ def pairs_command(
     from jaxllm.tasks.rouge import require_rouge
     from jaxllm.training.loop.run_files import write_text
     from jaxllm.training.seq2seq.pairs import held_out_of, read_json_pairs, read_pair_files
-    from jaxllm.training.seq2seq.translation import Translator, bleu, likeness
+    from jaxllm.training.seq2seq.run import Translator, bleu, likeness
 
     if (reference is None) == (fields is None):
         raise click.UsageError("give --reference with text files, or --fields with JSON lines")

@@ -278,8 +278,8 @@ def _export_run(run_dir: Path, output: Path, kind: str, precision: str) -> None:
             "that folder to other formats"
         )
     from jaxllm.cli.training_options import set_devices
+    from jaxllm.training.decoders import export_best
     from jaxllm.training.loop.run_files import read_identity
-    from jaxllm.training.pretrain.run import export_best
     from jaxllm.training.seq2seq.run import export_best_seq2seq
 
     set_devices(None)

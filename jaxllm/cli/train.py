@@ -81,10 +81,8 @@ def pretrain_command(run_dir: Path, recipe_name: str, data: Path | None, **optio
       jaxllm pretrain --recipe translate --data DIR --run runs/translate
     """
     # Imported here, so that --help and usage errors do not wait for JAX and orbax.
-    from jaxllm.training.lora.run import train_on
-    from jaxllm.training.pretrain.run import PretrainRecipe, dry_run_pretrain, pretrain
-    from jaxllm.training.seq2seq.job import Seq2SeqRecipe
-    from jaxllm.training.seq2seq.run import train_seq2seq
+    from jaxllm.training.decoders import PretrainRecipe, dry_run_pretrain, pretrain, train_on
+    from jaxllm.training.seq2seq.run import Seq2SeqRecipe, train_seq2seq
     from jaxllm.training.settings import load_recipe
 
     recipe = changed(load_recipe(recipe_name, PretrainRecipe, Seq2SeqRecipe), options, *LOOP_SETTINGS)
@@ -144,7 +142,7 @@ def lora_command(
       jaxllm lora runs/translate/hf --pairs mine.de mine.en --run runs/mine
     """
     # Imported here, so that --help and usage errors do not wait for JAX and orbax.
-    from jaxllm.training.lora.run import LoraRecipe, dry_run_lora, train_lora
+    from jaxllm.training.decoders import LoraRecipe, dry_run_lora, train_lora
 
     recipe = changed(LoraRecipe.load(recipe_name), options, *LOOP_SETTINGS)
     sources = given_sources(*(options.pop(name) for name in _SOURCES))

@@ -164,20 +164,16 @@ def remove_abandoned(folder: Path, name: str | None = None) -> None:
     ours = re.compile(rf"\.{written}{re.escape(_MARK)}[0-9a-f]{{{2 * _RANDOM_BYTES}}}\.tmp")
     with contextlib.suppress(OSError), os.scandir(folder) as found:
         for each in found:
-            if ours.fullmatch(each.name):
-                _remove_unlocked(Path(each.path))
+            if not ours.fullmatch(each.name):
+                continue
+            with contextlib.suppress(OSError), _opened(Path(each.path), os.O_NOFOLLOW) as number:
+                if _lock(number):
+                    is_folder = stat.S_ISDIR(os.fstat(number).st_mode)
+                    shutil.rmtree(each.path, ignore_errors=True) if is_folder else os.unlink(each.path)
 
 
 def _temporary_name(path: Path) -> Path:
     return path.with_name(f".{path.name}{_MARK}{secrets.token_hex(_RANDOM_BYTES)}.tmp")
-
-
-def _remove_unlocked(path: Path) -> None:
-    """Removes a file or folder that no living writer has locked."""
-    with contextlib.suppress(OSError), _opened(path, os.O_NOFOLLOW) as number:
-        if _lock(number):
-            is_folder = stat.S_ISDIR(os.fstat(number).st_mode)
-            shutil.rmtree(path, ignore_errors=True) if is_folder else path.unlink()
 
 
 @contextlib.contextmanager

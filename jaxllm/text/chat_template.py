@@ -10,7 +10,6 @@ with limits of time and memory. The templates of `KNOWN_TEMPLATES`, such as that
 in this process.
 """
 
-import dataclasses
 import datetime
 import functools
 import hashlib
@@ -25,7 +24,7 @@ import numpy as np
 from jaxllm.errors import ConfigError, TemplateError, one_line
 from jaxllm.text.child_process import ChildFailed, TextProcess
 from jaxllm.text.marked_text import MarkedText, Marks
-from jaxllm.text.template_program import TemplateProgram, names_in, parse
+from jaxllm.text.template_program import TemplateProgram, parse
 
 # Roles that every template accepts; others must be named in the template. A role must be known, because a
 # template may write it within a special token.
@@ -59,9 +58,11 @@ class ChatTemplate:
           spelled: special tokens, as text.
         """
         self._source, self._special = source, dict(special)
-        self._words = _SpecialWords(spelled)
+        self._words = tuple(spelled)
         tree = parse(source)
-        names = names_in(tree)
+        # The constant texts in the template's code, including the roles that it knows.
+        constants = (each.value for each in tree.find_all(jinja2.nodes.Const))
+        names = frozenset(value for value in constants if isinstance(value, str))
         self._roles = ROLES | names
         self._knows_tools = any(each.name == "tools" for each in tree.find_all(jinja2.nodes.Name))
         # Texts that the template may look for in messages, except special tokens, which it writes.
@@ -82,7 +83,15 @@ class ChatTemplate:
     ) -> MarkedText:
         """The prompt (see `Tokenizer.chat_text`)."""
         messages = _plain_objects("messages", messages)
-        self._check_roles(messages)
+        for index, message in enumerate(messages):
+            role = message.get("role")
+            if not isinstance(role, str):
+                raise ConfigError(f"message {index} must be an object with a 'role', got {message!r:.80}")
+            if role not in ROLES and not (_NAME.fullmatch(role) and role in self._roles):
+                raise ConfigError(
+                    f"message {index} has the role {role!r:.40}, which the model's chat template does not "
+                    f"know; roles are {', '.join(sorted(ROLES))}, and those that a template names"
+                )
         for each in messages if self.reads_parts_alone else ():
             if isinstance(text := each.get("content"), str):
                 each["content"] = [{"type": "text", "text": text}]
@@ -116,7 +125,7 @@ class ChatTemplate:
         # no template has a reason to inspect.
 
         def unnamed() -> Callable[[str], str]:
-            at_edges = self._words.at_edges(marks)
+            at_edges = _words_at_edges(self._words, marks)
             named = "".join(name for name in self._looked_for if any(name in each for each in _texts(plain)))
 
             def change(text: str) -> str:
@@ -126,26 +135,14 @@ class ChatTemplate:
             return change
 
         # The first attempt nearly always succeeds: the others are only prepared if it fails.
-        for changes in (lambda: marks.put, unnamed, lambda: self._words.at_edges(marks)):
+        for changes in (lambda: marks.put, unnamed, lambda: _words_at_edges(self._words, marks)):
             try:
                 marked = marks.take(run(_changed(plain, changes())))
             except TemplateError:
                 continue
             if marked.text == text:
                 return marked
-        return marks.take(run(_changed(plain, self._words.whole(marks))))
-
-    def _check_roles(self, messages: Sequence[Mapping[str, Any]]) -> None:
-        for index, message in enumerate(messages):
-            role = message.get("role")
-            if not isinstance(role, str):
-                raise ConfigError(f"message {index} must be an object with a 'role', got {message!r:.80}")
-            if role not in ROLES and not (_NAME.fullmatch(role) and role in self._roles):
-                known = ", ".join(sorted(ROLES))
-                raise ConfigError(
-                    f"message {index} has the role {role!r:.40}, which the model's chat template does not "
-                    f"know; roles are {known}, and those that a template names"
-                )
+        return marks.take(run(_changed(plain, _whole_words(self._words, marks))))
 
 
 class ConfinedTemplate:
@@ -182,46 +179,38 @@ def _templates_process() -> TextProcess:
     return TextProcess(memory_bytes=RENDER_BYTES, setup=empty, setup_s=_START_S)
 
 
-@dataclasses.dataclass(frozen=True)
-class _SpecialWords:
-    """Special tokens as text, and their occurrences in other texts."""
+def _whole_words(words: Sequence[str], marks: Marks) -> Callable[[str], str]:
+    """Marks the first letter of each special token in a text."""
+    pattern = re.compile("|".join(re.escape(word) for word in sorted(words, key=len, reverse=True)))
 
-    words: Sequence[str]
+    def change(text: str) -> str:
+        # Repeated, because a special token may begin within another.
+        while found := [match.start() for match in pattern.finditer(text)]:
+            changed = marks.put(text, _at(found, len(text)))
+            if changed == text:
+                break
+            text = changed
+        return text
 
-    def __bool__(self) -> bool:
-        return bool(self.words)
+    return change
 
-    def whole(self, marks: Marks) -> Callable[[str], str]:
-        """Marks the first letter of each special token in a text."""
-        pattern = re.compile("|".join(re.escape(word) for word in sorted(self.words, key=len, reverse=True)))
 
-        def change(text: str) -> str:
-            # Repeated, because a special token may begin within another.
-            while found := [match.start() for match in pattern.finditer(text)]:
-                changed = marks.put(text, _at(found, len(text)))
-                if changed == text:
-                    break
-                text = changed
-            return text
+def _words_at_edges(words: Sequence[str], marks: Marks) -> Callable[[str], str]:
+    """Marks the first letter of each special token in a text, and of parts of one at the text's beginning or
+    end."""
+    whole = _whole_words(words, marks)
 
-        return change
+    def change(text: str) -> str:
+        ends = {
+            len(text) - size
+            for word in words
+            for size in range(1, min(len(word), len(text) + 1))
+            if text.endswith(word[:size])
+        }
+        begins = any(text.startswith(word[size:]) for word in words for size in range(1, len(word)))
+        return whole(marks.put(text, _at([*ends, *([0] if begins and text else [])], len(text))))
 
-    def at_edges(self, marks: Marks) -> Callable[[str], str]:
-        """Marks the first letter of each special token in a text, and of parts of one at the text's
-        beginning or end."""
-        whole = self.whole(marks)
-
-        def change(text: str) -> str:
-            ends = {
-                len(text) - size
-                for word in self.words
-                for size in range(1, min(len(word), len(text) + 1))
-                if text.endswith(word[:size])
-            }
-            begins = any(text.startswith(word[size:]) for word in self.words for size in range(1, len(word)))
-            return whole(marks.put(text, _at([*ends, *([0] if begins and text else [])], len(text))))
-
-        return change
+    return change
 
 
 def _at(places: Sequence[int], length: int) -> np.ndarray:

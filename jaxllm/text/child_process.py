@@ -3,14 +3,16 @@ memory.
 
 All are programs: a template can loop forever, regular expressions can take years, and libraries abort the
 process when memory is short. A child is started with the first request and reused for the next ones; it
-answers one at a time (`child_worker.py`). It ends at its limits, and with its parent: while it waits its
-input ends, while it computes it runs out of processor time.
+answers one at a time (`serve`). Requests and answers are JSON, preceded by their lengths. A request names an
+operation of `OPERATIONS`; an exception becomes the answer, unless it ends the process. The child ends at its
+limits, and with its parent: while it waits its input ends, while it computes it runs out of processor time.
 
 If a system cannot limit a process's memory (Windows; macOS ignores it), only time is limited, and a warning
 reports this once.
 """
 
 import contextlib
+import datetime
 import functools
 import json
 import logging
@@ -21,16 +23,16 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxllm import errors
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, JaxllmError, TemplateError, one_line
 
 _BOOT = (
     "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); "
-    "from jaxllm.text.child_worker import serve; serve(json.loads(sys.argv[2]))"
+    "from jaxllm.text.child_process import serve; serve(json.loads(sys.argv[2]))"
 )
 _LENGTH = struct.Struct(">Q")
 # One thread per pool: each thread uses address space, and with many cores the pools would exceed the child's
@@ -67,7 +69,7 @@ class TextProcess:
         """The answer to a request.
 
         Args:
-          request: plain JSON values, see `jaxllm.text.child_worker`.
+          request: plain JSON values, see `OPERATIONS`.
           limit_s: time limit in seconds.
 
         Raises:
@@ -244,3 +246,106 @@ def match_here(
         return next(((at, list(match.groups())) for at, match in enumerate(matches) if match), None)
 
     return list(map(first, names))
+
+
+# Maximum number of characters of a template's output: far above any model's window.
+MAX_OUTPUT_CHARACTERS = 1 << 26
+
+
+def serve(memory_bytes: int) -> None:
+    """Answers requests until the input ends."""
+    _bound_memory(memory_bytes)
+    source, sink = sys.stdin.buffer, sys.stdout.buffer
+    # stdout is only for answers: prints of libraries go to stderr.
+    sys.stdout = sys.stderr
+    while len(head := source.read(_LENGTH.size)) == _LENGTH.size:
+        request = json.loads(source.read(_LENGTH.unpack(head)[0]))
+        _bound_time(request["limit_s"])
+        reply = _answer(request)
+        raw = json.dumps(reply).encode()
+        sink.write(_LENGTH.pack(len(raw)) + raw)
+        sink.flush()
+        if "failed" in reply:
+            return
+
+
+def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {"answer": OPERATIONS[request["operation"]](request)}
+    except JaxllmError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    except MemoryError:
+        return {"failed": "it takes more memory than it may have"}
+    except BaseException as error:  # Panics of the tokenizers library are no `Exception`.
+        return {"failed": one_line(f"{type(error).__name__}: {error}")}
+
+
+def _render(request: Mapping[str, Any]) -> str:
+    now = request["now"]
+    text = _template(request["source"]).run(
+        request["variables"], None if now is None else datetime.datetime.fromisoformat(now)
+    )
+    if len(text) > MAX_OUTPUT_CHARACTERS:
+        raise TemplateError(
+            f"the model's chat template writes {len(text)} characters; at most "
+            f"{MAX_OUTPUT_CHARACTERS} are read"
+        )
+    return text
+
+
+@functools.lru_cache(maxsize=8)
+def _template(source: str) -> Any:
+    from jaxllm.text.template_program import TemplateProgram
+
+    return TemplateProgram(source)
+
+
+def _load(request: Mapping[str, Any]) -> None:
+    # Imported here, because templates do not need it.
+    from jaxllm.text.library_tokenizer import LibraryTokenizer
+
+    _state["tokenizer"] = LibraryTokenizer(request["tokenizer_json"], request["eos_ids"], request["special"])
+
+
+def _encode(request: Mapping[str, Any]) -> list[Any]:
+    import numpy as np
+
+    from jaxllm.text.marked_text import MarkedText
+
+    content = np.zeros(len(request["text"]), np.bool_)
+    for start, end in request["content"]:
+        content[start:end] = True
+    encoded = _state["tokenizer"].encode_marked(
+        MarkedText(request["text"], content), add_special_tokens=request["add_special_tokens"]
+    )
+    return [encoded.ids, encoded.offsets]
+
+
+_state: dict[str, Any] = {}
+
+OPERATIONS: Mapping[str, Callable[[Mapping[str, Any]], Any]] = {
+    "render": _render,
+    "load": _load,
+    "facts": lambda _: {each: getattr(_state["tokenizer"], each) for each in ("vocab_size", "spelled")},
+    "encode": _encode,
+    "call": lambda request: getattr(_state["tokenizer"], request["method"])(**request["arguments"]),
+    "match": lambda request: match_here(request["expressions"], request["names"], full=request["full"]),
+}
+
+
+def _bound_memory(memory_bytes: int) -> None:
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+
+
+def _bound_time(limit_s: float) -> None:
+    """Limits processor time from now on; this ends a child whose parent is gone."""
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        until = int(used.ru_utime + used.ru_stime + limit_s) + 2
+        resource.setrlimit(resource.RLIMIT_CPU, (until, resource.getrlimit(resource.RLIMIT_CPU)[1]))

@@ -193,7 +193,9 @@ def free_spans(user: str, *, goes_on: bool = False) -> np.ndarray:
         if _ASKS.fullmatch(user, first, last) or (goes_on and place == len(says) - 1):
             ended = [found.end() for found in _SENTENCE_END.finditer(user, first, last)]
             keep(max(ended, default=first), last)
-    return _runs(free, user)
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], free, [False]]).astype(np.int8)))
+    spans = [span for span in edges.reshape(-1, 2) if user[span[0] : span[1]].strip()]
+    return np.array(spans, np.int64).reshape(-1, 2)
 
 
 def _user_spans(text: str, blank: str, user: str, *, goes_on: bool = False) -> np.ndarray:
@@ -228,9 +230,3 @@ def _head(line: str) -> int:
         return label.end() if label else 0
     name = _ITEM_NAME.match(line, marker.end())
     return (name or marker).end()
-
-
-def _runs(free: np.ndarray, user: str) -> np.ndarray:
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], free, [False]]).astype(np.int8)))
-    spans = edges.reshape(-1, 2)
-    return np.array([span for span in spans if user[span[0] : span[1]].strip()], np.int64).reshape(-1, 2)

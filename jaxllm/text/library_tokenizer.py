@@ -1,4 +1,5 @@
-"""Runs a tokenizer of the `tokenizers` library in this process.
+"""Runs a tokenizer of the `tokenizers` library: in this process, or one of unknown cost in a child process
+with bounds of time and memory.
 
 Only the template's characters become special tokens. The library makes a special token wherever its letters
 occur: if no content spells one, `encode_marked` gives exactly the library's tokens. Else it splits the text
@@ -121,10 +122,16 @@ class LibraryTokenizer:
             text.content[start:end].any() for _, start, end in self._written(text.text, whole)
         ):
             return whole
-        ids, offsets = [], []
-        for each in self._parts(text):
-            ids += each.ids
-            offsets += each.offsets
+        # Split at the special tokens that its template wrote.
+        parts, end = [], 0
+        for number, start, stop in self._own(text):
+            start = max(start, end)
+            parts += self._between(text.text, end, start, "section" if end else "text")
+            parts.append(Encoded([number], [(start, stop)]))
+            end = stop
+        parts += self._between(text.text, end, len(text.text), "section" if end else "text")
+        ids = [number for each in parts for number in each.ids]
+        offsets = [place for each in parts for place in each.offsets]
         before, after = self._around() if add_special_tokens else ([], [])
         return Encoded(
             [*before, *ids, *after], [*((0, 0) for _ in before), *offsets, *((0, 0) for _ in after)]
@@ -148,16 +155,6 @@ class LibraryTokenizer:
                 start += len(inner) - len(inner.lstrip())
                 yield number, start, max(start + 1, start + len(inner.strip()))
 
-    def _parts(self, text: MarkedText) -> Iterator[Encoded]:
-        """The tokens of a text, split at the special tokens that its template wrote."""
-        end = 0
-        for number, start, stop in self._own(text):
-            start = max(start, end)
-            yield from self._between(text.text, end, start, "section" if end else "text")
-            yield Encoded([number], [(start, stop)])
-            end = stop
-        yield from self._between(text.text, end, len(text.text), "section" if end else "text")
-
     def _own(self, text: MarkedText) -> Iterator[tuple[int, int, int]]:
         """Special tokens written entirely by the template: id, first and last + 1 character, with the white
         space that they absorb."""
@@ -180,23 +177,23 @@ class LibraryTokenizer:
             return
         encoding = self._without_control(begins).encode(section, add_special_tokens=False)
         encoded = Encoded(encoding.ids, [(first + start, last + start) for first, last in encoding.offsets])
+        normalizer = self._tokenizer.normalizer
+
+        def spelled(written: str) -> tuple[str, ...]:
+            return (written,) if normalizer is None else (written, normalizer.normalize_str(written))
+
         # Some vocabularies have special tokens as ordinary pieces, too: split in two, such a text gives other
         # tokens.
         cuts = [
             first + 1
             for number, first, last in self._written(text, encoded)
-            if last - first > 1 and self._spells(text[first:last], number)
+            if last - first > 1 and self._tokens[number].content in spelled(text[first:last])
         ]
         if not cuts:
             yield encoded
             return
         for first, last in itertools.pairwise([start, *cuts, end]):
             yield from self._between(text, first, last, begins if first == start else "rest")
-
-    def _spells(self, written: str, number: int) -> bool:
-        normalizer = self._tokenizer.normalizer
-        content = self._tokens[number].content
-        return content in (written, written if normalizer is None else normalizer.normalize_str(written))
 
     def _without_control(self, begins: _Begins) -> "tokenizers.Tokenizer":
         """A copy of the tokenizer that makes no special tokens, for texts that begin in this way.
@@ -281,3 +278,87 @@ def _failures(what: str) -> Iterator[None]:
         raise ConfigError(
             f"the model's tokenizer {what}: {one_line(error)}; prepare the model with another one"
         ) from error
+
+
+LOAD_S = 30.0
+CALL_S = 10.0
+# Further time for long texts.
+_S_PER_CHARACTER = 1e-5
+_LEAST_BYTES = 1 << 31
+# A loaded tokenizer needs many times the size of its tokenizer.json.
+_BYTES_PER_CHARACTER = 64
+
+
+class ConfinedTokenizer:
+    """A `LibraryTokenizer` in a child process, with the same attributes and methods.
+
+    Raises:
+      CheckpointError: `tokenizer_json` is not a tokenizer, or cannot be loaded within its bounds.
+    """
+
+    def __init__(self, tokenizer_json: str, eos_ids: Sequence[int], special: Mapping[str, str]) -> None:
+        # Here, because few tokenizers are confined, and a start waits for imports.
+        from jaxllm.text.child_process import ChildFailed, TextProcess
+
+        load = {
+            "operation": "load",
+            "tokenizer_json": tokenizer_json,
+            "eos_ids": list(eos_ids),
+            "special": dict(special),
+        }
+        memory_bytes = _LEAST_BYTES + _BYTES_PER_CHARACTER * len(tokenizer_json)
+        self._process = TextProcess(memory_bytes=memory_bytes, setup=load, setup_s=LOAD_S)
+        try:
+            facts = self._process.ask({"operation": "facts"}, limit_s=CALL_S)
+        except ChildFailed as error:
+            raise CheckpointError(
+                f"malformed tokenizer.json: {error}; save it again with the tokenizers library, or take "
+                "another one"
+            ) from error
+        self.vocab_size: int = facts["vocab_size"]
+        self.spelled: tuple[str, ...] = tuple(facts["spelled"])
+
+    def encode_marked(self, text: MarkedText, *, add_special_tokens: bool) -> Encoded:
+        """See `LibraryTokenizer`."""
+        edges = np.flatnonzero(np.diff(text.content, prepend=False, append=False)).reshape(-1, 2)
+        ids, offsets = self._ask(
+            {
+                "operation": "encode",
+                "text": text.text,
+                "content": edges.tolist(),
+                "add_special_tokens": add_special_tokens,
+            },
+            CALL_S + _S_PER_CHARACTER * len(text.text),
+            "cannot read this text",
+        )
+        return Encoded(ids, [(start, end) for start, end in offsets])
+
+    def encode_many(self, texts: Sequence[MarkedText], *, add_special_tokens: bool) -> list[list[int]]:
+        """See `LibraryTokenizer`; one after the other."""
+        return [self.encode_marked(each, add_special_tokens=add_special_tokens).ids for each in texts]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """See `LibraryTokenizer`."""
+        arguments = {"ids": list(ids), "skip_special_tokens": skip_special_tokens}
+        request = {"operation": "call", "method": "decode", "arguments": arguments}
+        return self._ask(request, CALL_S + _S_PER_CHARACTER * len(ids), "cannot write these tokens")
+
+    def token_id(self, token: str) -> int | None:
+        """See `LibraryTokenizer`."""
+        request = {"operation": "call", "method": "token_id", "arguments": {"token": token}}
+        return self._ask(request, CALL_S, "cannot be asked for a token")
+
+    def vocabulary(self) -> dict[str, int]:
+        """See `LibraryTokenizer`."""
+        request = {"operation": "call", "method": "vocabulary", "arguments": {}}
+        return self._ask(request, LOAD_S, "cannot be asked for its tokens")
+
+    def _ask(self, request: Mapping[str, object], limit_s: float, what: str) -> Any:
+        from jaxllm.text.child_process import ChildFailed
+
+        try:
+            return self._process.ask(request, limit_s=limit_s)
+        except ChildFailed as error:
+            raise ConfigError(
+                f"the model's tokenizer {what}: {error}; prepare the model with another one"
+            ) from error

@@ -39,11 +39,6 @@ def parse(source: str) -> jinja2.nodes.Template:
         raise _broken(error) from error
 
 
-def names_in(tree: jinja2.nodes.Template) -> frozenset[str]:
-    """The constant texts in a template's code, including the roles that it knows."""
-    return frozenset(each.value for each in tree.find_all(jinja2.nodes.Const) if isinstance(each.value, str))
-
-
 class TemplateProgram:
     """A compiled chat template.
 

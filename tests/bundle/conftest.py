@@ -9,12 +9,6 @@ from tests.kernels.switching import NATIVE, fall_back
 
 
 @pytest.fixture
-def tiny_file(tmp_path: Path) -> Path:
-    """A whole bundle of the tiny model."""
-    return write(tmp_path / "tiny.jaxllm")
-
-
-@pytest.fixture
 def micro_file(tmp_path: Path) -> Path:
     """A whole bundle that can be written a thousand times."""
     return write(tmp_path / "micro.jaxllm", cfg=MICRO)

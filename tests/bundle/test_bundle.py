@@ -20,8 +20,6 @@ from tests.bundle.forging import CONFIGS, MICRO, every_config, every_format, par
 from tests.kernels.switching import NATIVE
 from tests.tiny import TINY, tiny_tokenizer
 
-# What is written comes back.
-
 
 @pytest.mark.parametrize(
     ("cfg", "source"),
@@ -83,23 +81,14 @@ def test_the_rest_comes_back(tmp_path: Path, cfg: ModelConfig) -> None:
     path = write(tmp_path / "m", "int8", cfg, tokenizer=files, name="my model é")
     with Bundle.open(path) as bundle:
         assert bundle.cfg == cfg
-        assert hash(bundle.cfg) == hash(cfg)
         assert bundle.tokenizer_files() == files
         assert (bundle.layout.name, bundle.layout.weights) == ("my model é", "int8")
         assert bundle.weight_bytes == sum(tensor.size_bytes for tensor in bundle.layout.tensors.values())
+        seen: list[tuple[str, int]] = []
+        bundle.load(on_segment=lambda name, size: seen.append((name, size)))
+        assert seen == [(name, each.size_bytes) for name, each in bundle.layout.segments.items()][1:]
         if NATIVE:
             assert bundle.weight_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(bundle.load()))
-
-
-def test_progress_of_loading(tmp_path: Path) -> None:
-    with Bundle.open(write(tmp_path / "m", "int4")) as bundle:
-        loaded: list[tuple[str, int]] = []
-        bundle.load(on_segment=lambda name, size: loaded.append((name, size)))
-        sizes = {name: segment.size_bytes for name, segment in bundle.layout.segments.items()}
-    assert loaded == list(sizes.items())[1:]
-
-
-# Where things stand.
 
 
 @pytest.mark.parametrize(
@@ -168,37 +157,8 @@ def test_arrays_outlive_the_bundle_and_the_file(tmp_path: Path) -> None:
         assert same_bits(loaded[name], value), name
 
 
-# Names of files' contents.
-
-
-def fingerprint(path: Path) -> str:
-    with Bundle.open(path) as bundle:
-        return bundle.fingerprint
-
-
 @every_format
 def test_the_same_model_makes_the_same_bytes(tmp_path: Path, weights: WeightFormat) -> None:
     paths = [write(tmp_path / name, weights) for name in "ab"]
     assert paths[0].read_bytes() == paths[1].read_bytes()
-    assert fingerprint(paths[0]) == fingerprint(paths[1])
-
-
-def test_any_change_changes_the_fingerprint(tmp_path: Path) -> None:
-    def changed(name: str) -> dict[str, np.ndarray]:
-        params = {each: value.copy() for each, value in params_of(TINY).items()}
-        params[name].reshape(-1).view(np.uint32)[-1] ^= 1
-        return params
-
-    variants: list[dict[str, Any]] = [{}, {"weights": "bf16"}, {"name": "other"}]
-    variants += [{"params": changed(name)} for name in parameters.param_specs(TINY)]
-    variants += [{"cfg": dataclasses.replace(TINY, norm_eps=2e-5), "params": params_of(TINY)}]
-    files = tiny_tokenizer()
-    parts = {
-        "tokenizer_json": f"{files.tokenizer_json} ", "chat_template": None, "eos_ids": (), "bos_id": None,
-    }  # fmt: skip
-    variants += [
-        {"tokenizer": dataclasses.replace(files, **{name: value})}
-        for name, value in (parts | {"special": {}}).items()
-    ]
-    found = [fingerprint(write(tmp_path / "m", **variant)) for variant in variants]
-    assert len(set(found)) == len(variants)
+    assert Bundle.open(paths[0]).fingerprint == Bundle.open(paths[1]).fingerprint

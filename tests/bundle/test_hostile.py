@@ -1,9 +1,10 @@
 """Bundles made to harm, every checksum in them right: refused as bundles, or harmless."""
 
-import copy
 import functools
 import itertools
 import json
+import os
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import xxhash
 
 from jaxllm.bundle import Bundle, WeightFormat
 from jaxllm.bundle.calibrations import expert_parts, read_path_counts, read_token_experts
-from jaxllm.bundle.layout import HEADER, PAGE
+from jaxllm.bundle.layout import HEADER, MAGIC, MAX_MANIFEST_BYTES, PAGE, VERSION
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError
 from jaxllm.experts.prediction import PathCounts, TokenExperts
@@ -25,13 +26,12 @@ from tests.bundle.forging import (
     MICRO,
     MIXED,
     ORNATE,
+    every_format,
     forge,
     manifest_at,
     manifest_of,
     open_only,
-    params_of,
     refused,
-    same_bits,
     use,
     write,
 )
@@ -41,12 +41,9 @@ Manifest = dict[str, Any]
 HOSTILE_BYTES = {
     "empty": b"",
     "not UTF-8": b'{"name": "\xff"}',
-    "cut": b'{"name": "tiny", "weights": ',
-    "nested lists": b"[" * 200_000,
     "nested model": b'{"name":"m","weights":"f32","model":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
     "long number": b'{"name": ' + b"9" * 100_000 + b"}",
     "null": b"null",
-    "not a number": b"NaN",
 }
 
 
@@ -55,168 +52,90 @@ def test_manifests_that_are_no_object(micro_file: Path, raw: bytes) -> None:
     refused(forge(micro_file, raw), when=open_only)
 
 
-Edit = Callable[[Manifest], Any]
-
-
-def _tensor(name: str, **change: Any) -> Edit:
-    return lambda m: m["tensors"][name].update(change)
-
-
-def _data(name: str, **change: Any) -> Edit:
-    return lambda m: m["tensors"][name]["data"].update(change)
-
-
-def _segment(at: int, **change: Any) -> Edit:
-    return lambda m: m["segments"][at].update(change)
-
-
-def _model(**change: Any) -> Edit:
-    return lambda m: m["model"].update(change)
-
-
-def _rename(m: Manifest) -> None:
-    m["tensors"]["haed"] = m["tensors"].pop("head")
-
-
-def _shift(name: str, array: str, by: int) -> Edit:
-    def edit(m: Manifest) -> None:
-        m["tensors"][name][array]["offset"] += by
-
-    return edit
-
-
+# A place in the manifest, another value or what makes one of the manifest, and what is said at opening.
 # What JUNK below is not: values that could be right elsewhere, and what is missing, double or out of order.
-HOSTILE: dict[str, tuple[str, Edit]] = {
-    "tensor before its segment": ("outside its segment", _data("head", offset=0)),
-    "tensor in another segment": ("outside its segment", _data("head", offset=PAGE)),
-    "tensor behind the file": ("outside its segment", _data("head", offset=1 << 40)),
-    "negative offset": ("malformed place", _data("head", offset=-64)),
-    "misaligned offset": ("not aligned", _shift("layers.0.attn_norm.scale", "data", 4)),
-    "huge shape": ("outside its segment", _data("head", shape=[1 << 40, 1 << 40])),
-    "no elements": ("must be float32", _data("head", shape=[1 << 100, 0])),
-    "transposed shape": ("must be float32", _data("layers.0.ffn.up", shape=[8, 6])),
-    "nested shape": ("malformed place", _data("head", shape=[[8], 8])),
-    "number as shape": ("malformed manifest", _data("head", shape=8)),
-    "integers without scales": ("must be float32", _data("head", dtype="int8")),
-    "unknown dtype": ("'complex128' is not one", _data("head", dtype="complex128")),
-    "narrow vector": ("must be float32", _data("final_norm.scale", dtype="bfloat16")),
-    "missing tensor": ("differing: ['head']", lambda m: m["tensors"].pop("head")),
-    "extra tensor": ("differing: ['more']", lambda m: m["tensors"].update(more=m["tensors"]["head"])),
-    "renamed tensor": ("differing: ['haed', 'head']", _rename),
-    "tensors out of order": (
-        "do not match the config", lambda m: m.update(tensors=dict(reversed(m["tensors"].items())))
-    ),
-    "tensor with more keys": ("malformed manifest", _tensor("head", code="import os")),
-    "tensor of an unknown segment": ("outside its segment", _tensor("head", segment="heap")),
-    "tensor of another layer's segment": ("outside its segment", _tensor("head", segment="embed")),
-    "no tokenizer": ("tokenizer is missing", lambda m: m["segments"].pop(0)),
-    "no last segment": ("outside its segment", lambda m: m["segments"].pop()),
-    "segment over the header": ("outside the file", _segment(0, offset=0)),
-    "segment past the end": ("outside the file", _segment(-1, size_bytes=1 << 60)),
-    "negative segment": ("malformed segment", _segment(0, size_bytes=-1)),
-    "other checksum": ("'tokenizer' is corrupt", _segment(0, xxh3_128="")),
-    "unknown weights": ("weights 'f64' is not one of", lambda m: m.update(weights="f64")),
-    "empty model": ("malformed model config", lambda m: m.update(model={})),
-    "unknown model key": ("malformed model config", _model(trust_remote_code=True)),
-    "another vocabulary": ("embed.tokens must be", _model(vocab_size=9)),
-    "more layers": ("do not match the config", _model(layers=2, attention_windows=[])),
-    "too many layers": ("layers must be", _model(layers=1 << 60)),
-    "flag as width": ("hidden_size must be", _model(hidden_size=True)),
-    "endless whole scale": ("embed_scale", _model(embed_scale=10**400)),
-    "list as window": ("attention_windows", _model(attention_windows=[[1]])),
-    "endless rope base": ("theta", _model(rope={"dim": 4, "theta": float("inf")})),
-    "experts apart where there are none": (
-        "experts_apart is True in a model of 0", lambda m: m.update(experts_apart=True)
-    ),
-}  # fmt: skip
-UP = "layers.0.ffn.up"
+Change = tuple[tuple[Any, ...], Any, str]
+GONE = object()
+HEAD, UP, LOW, NORM = "head", "layers.0.ffn.up", "layers.0.attn.q", "layers.0.attn_norm.scale"
+HOSTILE: list[Change] = [
+    (("tensors", HEAD, "data", "offset"), 0, "outside its segment"),
+    (("tensors", NORM, "data", "offset"), lambda m: m["tensors"][NORM]["data"]["offset"] + 4, "not aligned"),
+    (("tensors", HEAD, "data", "shape"), [1 << 40, 1 << 40], "outside its segment"),
+    (("tensors", HEAD, "data", "dtype"), "complex128", "'complex128' is not one"),
+    (("tensors", "final_norm.scale", "data", "dtype"), "bfloat16", "must be float32"),
+    (("tensors", HEAD), GONE, "differing: ['head']"),
+    (("tensors", "more"), lambda m: m["tensors"][HEAD], "differing: ['more']"),
+    (("tensors",), lambda m: dict(reversed(m["tensors"].items())), "do not match the config"),
+    (("tensors", HEAD, "segment"), "heap", "outside its segment"),
+    (("segments", 0), GONE, "tokenizer is missing"),
+    (("segments", -1), GONE, "outside its segment"),
+    (("segments", 0, "offset"), 0, "outside the file"),
+    (("segments", -1, "size_bytes"), 1 << 60, "outside the file"),
+    (("segments", 0, "xxh3_128"), "", "'tokenizer' is corrupt"),
+    (("model", "vocab_size"), 9, "embed.tokens must be"),
+    (("model", "layers"), 2, ""),
+    (("experts_apart",), True, "experts_apart is True in a model of 0"),
+]
 
 
-def _array(array: str, dtype: str, *shape: int) -> Edit:
-    return _tensor(UP, **{array: {"offset": PAGE, "dtype": dtype, "shape": [*shape]}})
+def of_up(dtype: str, *shape: int) -> dict[str, Any]:
+    return {"offset": PAGE, "dtype": dtype, "shape": [*shape]}
 
 
-QUANTIZED: dict[str, tuple[str, Edit]] = {
-    "width of the other bits": ("", _tensor(UP, bits=8)),
-    "axis of the other role": ("", _tensor("layers.0.ffn.down", axis=-1)),
-    "columns of a weight that is not in blocks": ("", _tensor(UP, columns=8)),
-    "columns in place of blocks": ("", _array("data", "uint8", 6, 32)),
-    "a block too many": ("", _array("data", "uint8", 1, 2, 256)),
-    "a panel too few": ("", _array("data", "uint8", 0, 1, 256)),
-    "signed nibbles": ("", _array("data", "int8", 1, 1, 256)),
-    "groups that there are not": ("", _tensor(UP, group=4)),
-    "endless group": ("", _tensor(UP, group=1 << 62)),
-    "no scales": ("", _tensor(UP, scale=None)),
-    "scales of integers": ("", _array("scale", "int8", 1, 1, 16)),
-    "wide scales of groups": ("", _array("scale", "float32", 1, 1, 16)),
-    "scales that are cut short": ("", _array("scale", "float16", 1, 1, 8)),
-}
-LOW = "layers.0.attn.q"
+QUANTIZED: list[Change] = [
+    (("tensors", UP, "bits"), 8, ""),
+    (("tensors", UP, "columns"), 8, ""),
+    (("tensors", UP, "data"), of_up("uint8", 1, 2, 256), ""),
+    (("tensors", UP, "data"), of_up("int8", 1, 1, 256), ""),
+    (("tensors", UP, "group"), 1 << 62, ""),
+    (("tensors", UP, "scale"), of_up("float32", 1, 1, 16), ""),
+]
 
 
-def _low(**change: Any) -> Edit:
-    return lambda m: m["tensors"][LOW]["low"].update(change)
+def segments(m: Manifest, name: str, other: str = "") -> list[dict[str, Any]]:
+    """The segments without one, or with it where another is."""
+    places = {each["name"]: each["offset"] for each in m["segments"]}
+    moved = (
+        {**each, "offset": places.get(other)} if each["name"] == name else each for each in m["segments"]
+    )
+    return [each for each in moved if each["offset"] is not None]
 
 
-def _place_of_segment(name: str, other: str) -> Edit:
-    def edit(m: Manifest) -> None:
-        segments = {each["name"]: each for each in m["segments"]}
-        segments[name]["offset"] = segments[other]["offset"]
-
-    return edit
-
-
-def _without_segment(name: str) -> Edit:
-    return lambda m: m.update(segments=[each for each in m["segments"] if each["name"] != name])
-
-
-PLANES: dict[str, tuple[str, Edit]] = {
-    "in the high planes' segment": (
-        "", lambda m: m["tensors"][LOW]["low"].update(offset=m["tensors"][LOW]["data"]["offset"])
-    ),
-    "of another layer": ("", _shift(LOW, "low", 1 << 20)),
-    "not aligned": ("", _shift(LOW, "low", 1)),
-    "signed": ("", _low(dtype="int8")),
-    "of no shape": ("", _low(shape=[])),
-    "endless": ("", _low(shape=[1 << 62, 1 << 62])),
-    "not there": ("", lambda m: m["tensors"][LOW].pop("low")),
-    "of a vector": (
-        "", lambda m: m["tensors"]["layers.0.attn_norm.scale"].update(low=m["tensors"][LOW]["low"])
-    ),
-    "without scales": ("", lambda m: m["tensors"][LOW].pop("scale")),
-    "of eight bits": ("", _tensor(LOW, bits=8)),
-    "of other groups": ("", _tensor(LOW, group=32)),
-    "without a segment": ("", _without_segment("layers.0.low")),
-    "whose segment comes first": ("", _place_of_segment("layers.0.low", "layers.0")),
-}  # fmt: skip
-EXPERT, NEIGHBOUR = "layers.1.experts.0.gate", "layers.1.experts.1.gate"
+# Low planes where the high ones are, not aligned, endless, not there, of a vector, without a segment, before.
+PLANES: list[Change] = [
+    (("tensors", LOW, "low", "offset"), lambda m: m["tensors"][LOW]["data"]["offset"], ""),
+    (("tensors", LOW, "low", "offset"), lambda m: m["tensors"][LOW]["low"]["offset"] + 1, ""),
+    (("tensors", LOW, "low", "shape"), [1 << 62, 1 << 62], ""),
+    (("tensors", LOW, "low"), GONE, ""),
+    (("tensors", NORM, "low"), lambda m: m["tensors"][LOW]["low"], ""),
+    (("segments",), lambda m: segments(m, "layers.0.low"), ""),
+    (("segments",), lambda m: segments(m, "layers.0.low", "layers.0"), ""),
+]
+EXPERT, NEIGHBOUR, COUNTS = (
+    "layers.1.experts.0.gate",
+    "layers.1.experts.1.gate",
+    ("parts", "experts", "tensors"),
+)
+EXPERTS: list[Change] = [
+    (("tensors", EXPERT, "segment"), "layers.1.experts.1", "outside its segment"),
+    (("tensors", EXPERT, "data"), lambda m: m["tensors"][NEIGHBOUR]["data"], "outside its segment"),
+    (("tensors", EXPERT, "bits"), 4, "quantized in a way"),
+    (("segments",), lambda m: segments(m, "layers.1.experts.0"), "outside its segment"),
+    (("experts_apart",), False, "parameters do not match"),
+    ((*COUNTS, "alone", "data", "shape"), [1, 1 << 40], "outside its segment"),
+    ((*COUNTS, "pairs", "data", "dtype"), "int128", "not one a bundle may hold"),
+]
 
 
-def _counts(name: str, **change: Any) -> Edit:
-    return lambda m: m["parts"]["experts"]["tensors"][name]["data"].update(change)
-
-
-EXPERTS: dict[str, tuple[str, Edit]] = {
-    "in its neighbour's segment": ("outside its segment", _tensor(EXPERT, segment="layers.1.experts.1")),
-    "where its neighbour is": (
-        "outside its segment",
-        lambda m: m["tensors"][EXPERT].update(
-            {each: m["tensors"][NEIGHBOUR][each] for each in ("data", "scale", "bits")}
-        ),
-    ),
-    "at its neighbour's width": ("quantized in a way", _tensor(EXPERT, bits=4)),
-    "missing": ("parameters do not match", lambda m: m["tensors"].pop(EXPERT)),
-    "one too many": (
-        "parameters do not match",
-        lambda m: m["tensors"].update({"layers.1.experts.3.gate": m["tensors"][EXPERT]}),
-    ),
-    "more than the router knows": ("do not match", _model(experts=4)),
-    "without a segment": ("outside its segment", _without_segment("layers.1.experts.0")),
-    "all together": ("parameters do not match", lambda m: m.update(experts_apart=False)),
-    "apart by a number": ("experts_apart is 1", lambda m: m.update(experts_apart=1)),
-    "counts beyond their segment": ("outside its segment", _counts("alone", shape=[1, 1 << 40])),
-    "counts of a type that there is not": ("not one a bundle may hold", _counts("pairs", dtype="int128")),
-}
+def changed(path: Path, place: tuple[Any, ...], value: Any) -> Path:
+    """The bundle with another value at a place of its manifest, or with none."""
+    manifest = manifest_of(path)
+    node = functools.reduce(lambda node, key: node[key], place[:-1], manifest)
+    if value is GONE:
+        del node[place[-1]]
+    else:
+        node[place[-1]] = value(manifest) if callable(value) else value
+    return forge(path, manifest)
 
 
 def write_mixture(path: Path) -> Path:
@@ -230,24 +149,21 @@ def write_mixture(path: Path) -> Path:
     return write(path, "int8", MIXED, expert_bits=bits, parts=parts)
 
 
-WRITTEN: dict[str, tuple[Callable[[Path], Path], dict[str, tuple[str, Edit]]]] = {
-    "floats": (lambda path: write(path, cfg=MICRO), HOSTILE),
-    "quantized": (lambda path: write(path, "int4", MICRO), QUANTIZED),
-    "low planes": (lambda path: write(path, "int8-nested", MICRO), PLANES),
-    "experts": (write_mixture, EXPERTS),
-}
+WRITTEN: list[tuple[Callable[[Path], Path], list[Change]]] = [
+    (lambda path: write(path, cfg=MICRO), HOSTILE),
+    (lambda path: write(path, "int4", MICRO), QUANTIZED),
+    (lambda path: write(path, "int8-nested", MICRO), PLANES),
+    (write_mixture, EXPERTS),
+]
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, (_, edits) in WRITTEN.items() for name in edits]
+    ("made", "place", "value", "part"), [(made, *change) for made, changes in WRITTEN for change in changes]
 )
-def test_hostile_manifests_are_refused(tmp_path: Path, kind: str, name: str) -> None:
-    made, edits = WRITTEN[kind]
-    path, (part, edit) = made(tmp_path / "m.jaxllm"), edits[name]
-    manifest = manifest_of(path)
-    edit(manifest)
+def test_hostile_manifests_are_refused(tmp_path: Path, made: Any, place: Any, value: Any, part: str) -> None:
+    path = changed(made(tmp_path / "m.jaxllm"), place, value)
     # At opening; only a segment's checksum is compared later.
-    refused(forge(path, manifest), part, when=use if part.endswith("corrupt") else open_only)
+    refused(path, part, when=use if part.endswith("corrupt") else open_only)
 
 
 @pytest.mark.parametrize(
@@ -256,28 +172,14 @@ def test_hostile_manifests_are_refused(tmp_path: Path, kind: str, name: str) -> 
 )
 def test_counts_of_another_model_are_refused(tmp_path: Path, name: str, shape: list[int]) -> None:
     path = write_mixture(tmp_path / "m.jaxllm")
-    with Bundle.open(path) as bundle:
-        assert read_path_counts(bundle).alone.tolist() == [[1.0, 1.0, 1.0]]
-        assert read_token_experts(bundle).tokens.tolist() == [1, 2]
-    manifest = manifest_of(path)
-    _counts(name, shape=shape)(manifest)
 
-    def read(path: Path) -> None:
+    def read(path: Path) -> list[Any]:
         with Bundle.open(path) as bundle:
-            read_path_counts(bundle)
-            read_token_experts(bundle)
+            return [read_path_counts(bundle).alone.tolist(), read_token_experts(bundle).tokens.tolist()]
 
-    refused(forge(path, manifest), "make it again with `jaxllm calibrate experts`", when=read)
-
-
-def test_a_damaged_low_plane_is_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "nested", "int8-nested", MICRO)
-    with Bundle.open(path) as bundle:
-        at = bundle.layout.segments["layers.0.low"].offset
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)
-    refused(path, "segment 'layers.0.low' is corrupt", "copy the file again", when=use)
+    assert read(path) == [[[1.0, 1.0, 1.0]], [1, 2]]
+    said = "make it again with `jaxllm calibrate experts`"
+    refused(changed(path, (*COUNTS, name, "data", "shape"), shape), said, when=read)
 
 
 @pytest.mark.parametrize("name", ["final_norm.scale", "embed.positions", "layers.0.attn.q_bias"])
@@ -293,21 +195,9 @@ def test_vectors_cannot_be_quantized(tmp_path: Path, name: str) -> None:
     refused(forge(path, manifest), f"parameter {name}", when=open_only)
 
 
-def test_tensors_may_overlap(micro_file: Path) -> None:
-    """Two names of the same bytes harm nobody."""
-    manifest = manifest_of(micro_file)
-    tensors = manifest["tensors"]
-    tensors["layers.0.ffn.up"] = tensors["layers.0.ffn.gate"]
-    with Bundle.open(forge(micro_file, manifest)) as bundle:
-        loaded = bundle.load()
-    assert same_bits(loaded["layers.0.ffn.up"], params_of(MICRO)["layers.0.ffn.gate"])
-
-
 @pytest.mark.parametrize("name", ["\ud800", "\x1b[2J\x07", "a\nb", "\u202e", 5, None, ["x"], {}])
 def test_a_name_is_safe_to_print(micro_file: Path, name: Any) -> None:
-    manifest = manifest_of(micro_file)
-    manifest["name"] = name
-    with Bundle.open(forge(micro_file, manifest)) as bundle:
+    with Bundle.open(changed(micro_file, ("name",), name)) as bundle:
         assert bundle.layout.name.isprintable()
         bundle.layout.name.encode()
 
@@ -350,11 +240,9 @@ def test_any_value_anywhere_is_refused_or_runs(tmp_path: Path, weights: WeightFo
         # Only tensors look different.
         tried = [at for at in tried if at[0] == "tensors"]
     for at, value in itertools.product(tried, JUNK):
-        forged = copy.deepcopy(manifest)
-        functools.reduce(lambda node, key: node[key], at[:-1], forged)[at[-1]] = value
         path.write_bytes(original)
         try:
-            with Bundle.open(forge(path, forged)) as bundle:
+            with Bundle.open(changed(path, at, value)) as bundle:
                 bundle.tokenizer_files()
                 params = bundle.load()
                 bundle.verify()
@@ -373,7 +261,6 @@ def test_any_value_anywhere_is_refused_or_runs(tmp_path: Path, weights: WeightFo
 
 
 HOSTILE_TOKENIZERS = {
-    "empty": b"",
     "not UTF-8": b'"\xff\xfe"',
     "nested": b"[" * 200_000,
     "null": b'{"tokenizer_json": null}',
@@ -397,3 +284,119 @@ def test_hostile_tokenizers_are_refused(micro_file: Path, raw: bytes) -> None:
         assert "\n" not in str(caught.value)
         # The weights are not to blame.
         bundle.load()
+
+
+# Bundles that were cut, flipped, mixed up with other files: caught, and named.
+
+
+def test_missing(tmp_path: Path) -> None:
+    refused(tmp_path / "absent", "No such file", when=open_only)
+    refused(tmp_path, "a folder, not a regular file", when=open_only)
+    os.mkfifo(tmp_path / "pipe")
+    refused(tmp_path / "pipe", "a pipe or device, not a regular file", when=open_only)
+    refused(Path("/dev/zero"), "a pipe or device, not a regular file", when=open_only)
+
+
+def test_every_length_that_is_not_the_whole_is_caught_at_opening(tmp_path: Path) -> None:
+    whole = write(tmp_path / "tiny.jaxllm")
+    raw = whole.read_bytes()
+    with Bundle.open(whole) as bundle:
+        middles = [s.offset + s.size_bytes // 2 for s in bundle.layout.segments.values()]
+    manifest = manifest_at(raw)
+    lengths = [0, 1, 3, 8, 63, 64, 65, PAGE, *middles, manifest - 1, manifest, manifest + 1, len(raw) - 1]
+    path = tmp_path / "cut"
+    for length in lengths:
+        path.write_bytes(raw[:length])
+        part = "not a jaxllm bundle" if length < HEADER.size else "truncated"
+        refused(path, part, "prepare", when=open_only)
+    for junk in (b"\0", b"\n", raw, bytes(PAGE)):
+        path.write_bytes(raw + junk)
+        refused(path, "damaged", "prepare", when=open_only)
+
+
+def test_every_flip_in_header_and_manifest_is_caught_at_opening(tmp_path: Path, micro_file: Path) -> None:
+    raw = bytearray(micro_file.read_bytes())
+    manifest = manifest_at(raw)
+    path = tmp_path / "flipped"
+    for place in [*range(HEADER.size), *range(manifest, len(raw), 13), len(raw) - 1]:
+        for mask in (0x01, 0x80):
+            raw[place] ^= mask
+            path.write_bytes(raw)
+            raw[place] ^= mask
+            refused(path, when=open_only)
+
+
+@every_format
+def test_flips_in_a_segment_are_caught_when_it_is_read(tmp_path: Path, weights: WeightFormat) -> None:
+    path = write(tmp_path / "m", weights)
+    raw = bytearray(path.read_bytes())
+    with Bundle.open(path) as bundle:
+        segments = bundle.layout.segments
+    for name, segment in segments.items():
+        last = segment.offset + segment.size_bytes - 1
+        for place in (segment.offset, segment.offset + segment.size_bytes // 3, last):
+            raw[place] ^= 0x10
+            path.write_bytes(raw)
+            raw[place] ^= 0x10
+            with Bundle.open(path) as bundle:
+                for whole in segments.keys() - {name}:
+                    bundle.verify_segment(whole)
+            refused(path, f"segment {name!r} is corrupt", "again", when=lambda p: Bundle.open(p).verify())
+            if name == "tokenizer":
+                refused(path, repr(name), when=lambda p: Bundle.open(p).tokenizer_files())
+                Bundle.open(path).load()
+            else:
+                refused(path, repr(name), when=lambda p: Bundle.open(p).load())
+                Bundle.open(path).tokenizer_files()
+    path.write_bytes(raw)
+    use(path)
+
+
+def test_verify_reads_again_what_was_loaded(tmp_path: Path, micro_file: Path) -> None:
+    """Load checks a segment once; verify always looks at the disk, also where the time is as it was."""
+    times = micro_file.stat()
+    with Bundle.open(micro_file) as bundle:
+        bundle.load()
+        segment = bundle.layout.segments["final"]
+        with micro_file.open("r+b") as file:
+            file.seek(segment.offset)
+            file.write(b"\xff")
+        with pytest.raises(BundleError, match="changed in place"):
+            bundle.verify()
+        os.utime(micro_file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        bundle.load()
+        with pytest.raises(BundleError, match="'final' is corrupt"):
+            bundle.verify()
+
+
+def test_other_versions_and_other_files_are_named(micro_file: Path) -> None:
+    """Also copies in text mode."""
+    raw = micro_file.read_bytes()
+    for version in (0, VERSION + 1, 2**32 - 1):
+        micro_file.write_bytes(raw[:8] + version.to_bytes(4, "little") + raw[12:])
+        said = f"version {version}", f"version {VERSION}", "prepare it again"
+        refused(micro_file, *said, when=open_only)
+    copies = raw.replace(b"\r\n", b"\n"), raw.replace(b"\n", b"\r\n"), raw.replace(b"\r", b"")
+    others = b"GGUF" + bytes(200), b"PK\x03\x04" * 50, MAGIC.lower() + bytes(100), b"\0" * 5000
+    for content in (*copies, *others):
+        micro_file.write_bytes(content)
+        refused(micro_file, "not a jaxllm bundle", "jaxllm prepare", when=open_only)
+
+
+def test_no_length_in_a_header_is_allocated(tmp_path: Path, micro_file: Path) -> None:
+    raw = micro_file.read_bytes()
+    offset = manifest_at(raw)
+    claims = [(0, len(raw)), (8, len(raw) - 8), (offset, 2**63), (2**64 - 8, len(raw) + 8), (2**63, 2**63)]
+    claims += [(len(raw), 0), (offset, MAX_MANIFEST_BYTES + 1), (HEADER.size, MAX_MANIFEST_BYTES + 1)]
+    path = tmp_path / "huge"
+    tracemalloc.start()
+    try:
+        for place, length in claims:
+            with path.open("wb") as file:
+                file.write(HEADER.pack(MAGIC, VERSION, 0, place, length, bytes(32)))
+                if length == MAX_MANIFEST_BYTES + 1:
+                    file.truncate(place + length)  # As long as it says; sparse, so that it costs nothing.
+            refused(path, "damaged", when=open_only)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

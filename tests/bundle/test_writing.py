@@ -13,17 +13,11 @@ import numpy as np
 import pytest
 
 from jaxllm.bundle import Bundle, expert_widths, lay_experts_apart, write_bundle, writer
-from jaxllm.bundle.calibrations import expert_facts, expert_parts
 from jaxllm.errors import BundleError, CheckpointError, ConfigError
-from jaxllm.experts.prediction import PathCounts
 from jaxllm.files.atomic import atomic_file
 from jaxllm.prepare import prepare
 from tests.bundle.forging import manifest_at, params_of, refused, use, write
 from tests.tiny import TINY, tiny_tokenizer, write_tiny_bundle
-
-
-class Interrupted(Exception):
-    """What a source of parameters may raise."""
 
 
 def failing(after: int, error: BaseException) -> Iterator[tuple[str, np.ndarray]]:
@@ -41,43 +35,28 @@ def altered(name: str, change: Callable[[np.ndarray], np.ndarray]) -> list[tuple
     return [(key, change(value) if key == name else value) for key, value in params_of(TINY).items()]
 
 
-def not_finite(value: np.ndarray) -> np.ndarray:
-    value = value.copy()
-    value[0, 0] = np.nan
-    return value
-
-
 ITEMS = list(params_of(TINY).items())
 FAILURES: dict[str, tuple[type[BaseException], str, Callable[[], Any]]] = {
-    "source fails at once": (Interrupted, "", lambda: failing(0, Interrupted())),
-    "source fails midway": (Interrupted, "", lambda: failing(9, Interrupted())),
     "interrupted": (KeyboardInterrupt, "", lambda: failing(9, KeyboardInterrupt())),
     "source cannot be read": (BundleError, "cannot be written", lambda: failing(9, OSError(5, "error"))),
     "nothing": (ConfigError, "parameter embed.tokens is missing", lambda: []),
     "last missing": (ConfigError, "parameter head is missing", lambda: ITEMS[:-1]),
-    "first missing": (ConfigError, "expected parameter embed.tokens", lambda: ITEMS[1:]),
     "one more": (ConfigError, "parameter more is not part", lambda: [*ITEMS, ("more", ITEMS[0][1])]),
-    "one twice": (ConfigError, "expected parameter layers.0.attn_norm.scale", lambda: [ITEMS[0], *ITEMS]),
     "out of order": (ConfigError, "expected parameter embed.tokens", lambda: ITEMS[::-1]),
     "misshapen": (
         ConfigError,
         "head of shape (265, 64), got head of shape (64, 265)",
         lambda: altered("head", np.transpose),
     ),
-    "flat": (ConfigError, "layers.1.ffn.down", lambda: altered("layers.1.ffn.down", np.ravel)),
 }  # fmt: skip
 
 
 @contextlib.contextmanager
 def nothing_changes(folder: Path) -> Iterator[None]:
     """Names and contents of all files of `folder` are the same afterwards."""
-
-    def state() -> dict[str, bytes]:
-        return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-    before = state()
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     yield
-    assert state() == before
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize(("kind", "part", "params"), FAILURES.values(), ids=FAILURES)
@@ -94,15 +73,11 @@ def test_a_failed_write_leaves_no_trace(
 
 
 @pytest.mark.parametrize(
-    ("weights", "match"),
-    [
-        ("int8", "NaN"), ("int4", "NaN"),
-        ("f16", "f32, bf16, int8, int8-nested, int4-min, int4, int4-all, got 'f16'"),
-    ],
-)  # fmt: skip
+    ("weights", "match"), [("int8", "NaN"), ("f32", "NaN"), ("f16", "int4-all, got 'f16'")]
+)
 def test_weights_that_cannot_be_had(tmp_path: Path, weights: str, match: str) -> None:
     with nothing_changes(tmp_path), pytest.raises(ConfigError, match=match):
-        write_stream(tmp_path / "m", altered("layers.1.ffn.up", not_finite), weights)
+        write_stream(tmp_path / "m", altered("layers.1.ffn.up", lambda value: value + np.nan), weights)
 
 
 class FullDisk:
@@ -121,7 +96,7 @@ class FullDisk:
         return getattr(self._file, name)
 
 
-@pytest.mark.parametrize("room_bytes", [0, 63, 64, 5000, 100_000, "manifest"])
+@pytest.mark.parametrize("room_bytes", [0, 64, 100_000, "manifest"])
 def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_bytes: int | str) -> None:
     path = write(tmp_path / "m", "int8")
     scratch = write(tmp_path / "scratch")
@@ -196,21 +171,6 @@ def test_of_their_own_width_experts_are_what_they_are(tmp_path, weights, cfg):
             assert list(got.layout.tensors) == list(expected.layout.tensors)
             for name in expected.layout.tensors:
                 assert bytes_of(got, name) == bytes_of(expected, name)
-
-
-def test_narrower_experts_beside_those_that_stay(tmp_path):
-    cfg = CFGS[0]
-    together = write_tiny_bundle(tmp_path / "together.jaxllm", "int8", cfg=cfg)
-    parts = expert_parts(PathCounts.none(layers=1, experts=3), {"loss": 0.5})
-    prepare(together, tmp_path / "apart.jaxllm", expert_bits=np.array([[8, 4, 2]]), parts=parts)
-    uniform = write_tiny_bundle(tmp_path / "u.jaxllm", "int8", cfg=cfg, expert_bits=np.full((1, 3), 8))
-    with Bundle.open(tmp_path / "apart.jaxllm") as got, Bundle.open(uniform) as whole:
-        np.testing.assert_array_equal(expert_widths(got), [[8, 4, 2]])
-        same = [name for name in whole.layout.tensors if bytes_of(got, name) == bytes_of(whole, name)]
-        changed = set(whole.layout.tensors) - set(same)
-        assert {name.split(".")[3] for name in changed} == {"1", "2"}
-        assert expert_facts(got) == {"loss": 0.5}
-        got.verify()
 
 
 def test_what_cannot_be_laid_apart_says_why(tmp_path):

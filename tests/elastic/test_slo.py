@@ -19,7 +19,7 @@ from jaxllm.elastic.slo import (
     nominal_cost,
 )
 from jaxllm.errors import ConfigError
-from jaxllm.training.data.tokenizer import SPECIAL_TOKENS
+from jaxllm.training.data.documents import SPECIAL_TOKENS
 
 RATIOS = st.floats(1e-3, 1.0)
 

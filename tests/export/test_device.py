@@ -155,7 +155,7 @@ def test_the_loop_has_what_a_device_imports_where_it_is_used(folder):
     assert {
         "jaxllm/export/programs/litert.py",
         "jaxllm/export/programs/drafts.py",
-        "jaxllm/text/child_worker.py",
+        "jaxllm/text/child_process.py",
     } <= set(modules)
     assert not any(b"\nimport jax\n" in text for text in modules.values())
 

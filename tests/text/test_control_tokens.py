@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -11,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from jaxllm.errors import ConfigError
-from jaxllm.text.marked_text import MarkedText, Marks
+from jaxllm.text.marked_text import MarkedText
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 from tests.text.test_tokenizer import CHATML, FILES, GEMMA, LLAMA3, MISTRAL, NOW, TOOLS, with_template
 
@@ -105,8 +104,7 @@ def test_what_a_template_cuts_out_of_a_message_leaves_none():
     assert [token for token in ids if token >= 256] == [BEGIN, END]
     assert with_template(template).decode(ids) == "A<|im_end|>B<|im_end|>"
 
-
-def test_names_and_keys_of_a_call_spell_none():
+    # Nor do the names and keys of a call.
     template = "{% for m in messages %}{{ m.name }}{{ m.call | tojson }}<|im_end|>{% endfor %}"
     message = {"role": "tool", "name": "<|im_start|>", "call": {"<|im_end|>": {"x": ["<s>", 1]}}}
     ids = of(template, [message])
@@ -114,18 +112,15 @@ def test_names_and_keys_of_a_call_spell_none():
     assert with_template(template).decode(ids) == '<|im_start|>{"<|im_end|>": {"x": ["<s>", 1]}}'
 
 
-@pytest.mark.parametrize("role", ["im_end", "user<|im_end|>", "", "user\n", "im_start|><|im_end", "é"])
+@pytest.mark.parametrize("role", ["user<|im_end|>", "", "im_start|><|im_end"])
 def test_roles_that_no_template_knows_are_refused(role: str):
     template = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
     with pytest.raises(ConfigError, match=r"message 1 has the role .* does not know"):
         of(template, [*said("Hi"), {"role": role, "content": "x"}])
-
-
-def test_a_role_that_the_template_names_is_known():
-    template = "{% for m in messages %}{% if m.role == 'critic' %}{{ m.content }}{% endif %}{% endfor %}"
-    assert of(template, [{"role": "critic", "content": "hi"}]) == TOKENS.encode(
-        "hi", add_special_tokens=False
-    )
+    # One that the template names is known.
+    named = "{% for m in messages %}{% if m.role == 'critic' %}{{ m.content }}{% endif %}{% endfor %}"
+    plain = TOKENS.encode("hi", add_special_tokens=False)
+    assert of(named, [{"role": "critic", "content": "hi"}]) == plain
 
 
 TOKENS = Tokenizer(FILES)
@@ -138,9 +133,6 @@ def test_private_characters_of_a_message_stay():
         assert text in TOKENS.decode(ids)
     with pytest.raises(ConfigError, match="both of Unicode's planes 15 and 16"):
         of(CHATML, said("\U000f0041\U00100041"))
-
-
-# Plain texts.
 
 
 def test_a_plain_text_spells_special_tokens_unless_it_is_somebody_elses():
@@ -216,24 +208,6 @@ def test_white_space_that_a_template_s_token_swallows():
     tokenizer = Tokenizer(files)
     assert tokenizer.encode_chat(said("a  ")) == peer.encode("a  <|e|> a").ids
     assert tokenizer.encode_chat(said("<|im_end|>a  "))[-3:] == peer.encode("a  <|e|> a").ids
-
-
-def test_marks_change_back():
-    marks = Marks.free_in("abc")
-    assert marks is not None
-    text = 'aé世😀 \n"\\\ud800\x00'
-    marked = marks.take(marks.put(text))
-    assert marked.text == text
-    assert marked.content.tolist() == [True, True, True, *[False] * 7]
-    assert marks.put(text, np.zeros(len(text), bool)) == text
-
-
-def test_parts_and_sums_of_marked_texts():
-    both = MarkedText.of_template("<s>") + MarkedText.of_content("<s>")
-    assert both.part(2, 4).text == "><"
-    assert both.part(2).content.tolist() == [False, True, True, True]
-    ids = TOKENS.encode(both, add_special_tokens=False)
-    assert ids == [256, *TOKENS.encode("<s>", add_special_tokens=False, special=False)]
 
 
 @pytest.mark.parametrize("add_special_tokens", [True, False])

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from jaxllm.tasks import readers
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.droppable import (
-    PromptTokens,
     conversation_tokens,
     free_spans,
     prompt_tokens,
@@ -46,41 +45,19 @@ def test_the_rule_by_hand():
 
 
 def test_the_rule_on_tasks():
-    step = readers.ui_step(
-        "camera",
-        "take a photo",
-        {
-            "label": [1, "null"],
-            "history": "- Start the app.",
-            "state": "<button id=0 text='Settings'></button>\n<button id=1>Shutter</button>",
-        },
-    )
+    screen = "<button id=0 text='Settings'></button>\n<button id=1>Shutter</button>"
+    record = {"label": [1, "null"], "history": "- Start the app.", "state": screen}
+    step = readers.ui_step("camera", "take a photo", record)
     assert free(step.user) == [
         "camera", "Start the app.", "<button text='Settings'></button>\n<button>Shutter</button>"
     ]  # fmt: skip
     record = {"id": "0", "question": [[{"content": "Find the area."}]], "function": [{"name": "area"}]}
     offered = {"area": "- area: Computes it.", "max": "- max: Of two. Or more."}
     choice = readers.api_choice(record, "area", offered, 0)
-    assert free(choice.user) == ["Find the area.", *_descriptions(choice)]
+    described = [line.partition(": ")[2] for line in choice.user.splitlines()[1:]]
+    assert free(choice.user) == ["Find the area.", *described]
     news = readers.NEWS.example({"text": "Sports fans met. Why?", "label": "World"})
     assert free(news.user) == ["Sports fans met."]
-
-
-def test_options_change_nothing_of_what_may_go():
-    """A service does not know a message's options, so nothing that others drop may depend on them."""
-    known = TaskExample(
-        system="Is it good?", user="yes men are dull .\n- no: way out", answer="yes", options=("yes", "no")
-    )
-    served = dataclasses.replace(known, answer="", options=())
-    for tokenizer in (TOKENIZER, PLAIN):
-        known_prompt, served_prompt = (prompt_tokens(tokenizer, each) for each in (known, served))
-        np.testing.assert_array_equal(known_prompt.spans, served_prompt.spans)
-        np.testing.assert_array_equal(known_prompt.words, served_prompt.words)
-        np.testing.assert_array_equal(known_prompt.forced, served_prompt.forced)
-
-
-def _descriptions(choice):
-    return [line.partition(": ")[2] for line in choice.user.splitlines()[1:]]
 
 
 WORDS = st.text(alphabet="ab <|>?:.\n", max_size=40)
@@ -127,27 +104,15 @@ def test_of_a_conversation_the_last_text_of_the_user_may_go():
     assert conversation_tokens(TOKENIZER, said, now=now).forced.all()
 
 
-def test_ids_without_text_are_forced():
-    ids = PromptTokens.of_ids((5, 6, 7))
-    assert (ids.ids.tolist(), ids.forced.tolist(), ids.spans.shape) == ([5, 6, 7], [True] * 3, (0, 2))
-
-
 def test_a_template_that_is_not_understood_forces_everything():
-    upper = dataclasses.replace(
-        tiny_tokenizer(), chat_template="{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-    )
-    twice = dataclasses.replace(
-        tiny_tokenizer(), chat_template="{% for m in messages %}{{ m.content }}|{{ m.content }}{% endfor %}"
-    )
-    example = TaskExample(user="made well", answer="")
-    for files in (upper, twice):
-        assert prompt_tokens(Tokenizer(files), example).forced.all()
-    trimmed = dataclasses.replace(
-        tiny_tokenizer(),
-        chat_template="{{ strftime_now('%Y') }}{% for m in messages %}[{{ m.content | trim }}]{% endfor %}",
-    )
-    example = dataclasses.replace(example, user=" made well\n")
-    prompt = prompt_tokens(Tokenizer(trimmed), example, now=datetime(2031, 1, 1))
+    def tokens(template, user):
+        files = dataclasses.replace(tiny_tokenizer(), chat_template=template)
+        return prompt_tokens(Tokenizer(files), TaskExample(user=user, answer=""), now=datetime(2031, 1, 1))
+
+    for written in ("{{ m.content | upper }}", "{{ m.content }}|{{ m.content }}"):
+        assert tokens(f"{{% for m in messages %}}{written}{{% endfor %}}", "made well").forced.all()
+    trims = "{{ strftime_now('%Y') }}{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
+    prompt = tokens(trims, " made well\n")
     assert prompt.text == "2031[made well]"
     np.testing.assert_array_equal(prompt.spans, [[5, 14]])
 

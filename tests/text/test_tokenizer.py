@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import datetime
+import functools
 import json
 import os
 from pathlib import Path
@@ -11,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxllm.errors import CheckpointError, ConfigError, TemplateError
-from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
+from jaxllm.serving.ground.bundles import open_model
+from jaxllm.text.tokenizer import TokenBytes, Tokenizer, TokenizerFiles
 
 DATA = Path(os.environ.get("JAXLLM_DATA", Path(__file__).parents[2] / "../shared/data"))
 NOW = datetime.datetime(2031, 2, 3, 4, 5)
@@ -165,17 +167,8 @@ def test_encode_and_decode_are_the_librarys(text: str) -> None:
     assert TOKENIZER.encode(text, add_special_tokens=False) == ids[1:]
     assert TOKENIZER.decode(ids) == text
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == "<s>" + text
-
-
-def test_ids_of_any_integer_type_decode() -> None:
-    ids = TOKENIZER.encode("héllo")
-    assert TOKENIZER.decode(np.array(ids, np.int32)) == "héllo"
-    assert TOKENIZER.decode(iter(ids)) == "héllo"
-    assert TOKENIZER.decode([]) == ""
-
-
-def test_padding_rows_of_the_model_have_no_text() -> None:
-    assert TOKENIZER.decode([*TOKENIZER.encode("a"), 261, 5000]) == "a"
+    # Ids of any integers; padding rows of the model have no text.
+    assert TOKENIZER.decode(iter(np.array([*ids, 261, 5000]))) == text
 
 
 @pytest.mark.parametrize("bad", [-1, 1 << 32, 1 << 70])
@@ -200,33 +193,29 @@ def test_truncation_and_padding_of_the_file_are_off() -> None:
     assert tokenizer.encode("hello world") == LIBRARY.encode("hello world").ids
 
 
-# Chat templates.
+@pytest.fixture
+def peer(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The library's tokenizer in transformers, at the same time."""
+    transformers = pytest.importorskip("transformers")
+    clock = type("Clock", (), {"now": staticmethod(lambda: NOW)})
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=LIBRARY, **FILES.special)
 
 
 @pytest.mark.parametrize("template", [LLAMA3, CHATML, GEMMA, MISTRAL, TOOLS])
 @pytest.mark.parametrize("chat", CHATS)
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
-def test_chats_match_transformers(
-    template: str, chat: str, add_generation_prompt: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    peer = transformers.PreTrainedTokenizerFast(tokenizer_object=LIBRARY, **FILES.special)
-    clock = type("Clock", (), {"now": staticmethod(lambda: NOW)})
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
-
-    def expected(tokenize: bool) -> Any:
-        return peer.apply_chat_template(
-            CHATS[chat],
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=tokenize,
-            return_dict=False,
-        )
+def test_chats_match_transformers(template: str, chat: str, add_generation_prompt: bool, peer: Any) -> None:
 
     tokenizer, options = with_template(template), {"add_generation_prompt": add_generation_prompt}
+    expected = functools.partial(
+        peer.apply_chat_template, CHATS[chat], chat_template=template, return_dict=False, **options
+    )
     try:
         text = expected(tokenize=False)
     except Exception:
+        # Most chats render: this is no comparison of errors.
+        assert chat in ("system", "parts")
         with pytest.raises(TemplateError):
             tokenizer.render_chat(CHATS[chat], now=NOW, **options)
     else:
@@ -235,47 +224,27 @@ def test_chats_match_transformers(
         assert tokenizer.encode_chat(CHATS[chat], now=NOW, **options) == expected(tokenize=True)
 
 
-def test_most_chats_render() -> None:
-    """The comparison above is not a comparison of errors."""
-    assert with_template(CHATML).render_chat(CHATS["one turn"]) == (
-        "<|im_start|>system\nYou are a helpful assistant<|im_end|>\n"
-        "<|im_start|>user\n  Hello <b>& 世界</b> 😀\n<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert "Today Date: 03 Feb 2031" in with_template(LLAMA3).render_chat(CHATS["system"], now=NOW)
-    assert with_template(MISTRAL).render_chat(CHATS["three turns"]) == (
-        "<s>[INST] Hi[/INST] Hello!</s>[INST] Bye[/INST]"
-    )
-    assert with_template(GEMMA).render_chat(CHATS["three turns"]).count("<start_of_turn>") == 4
-
-
-def test_the_time_must_be_given_to_a_template_that_asks() -> None:
-    with pytest.raises(ConfigError, match="asks for the time; pass now="):
-        with_template(LLAMA3).render_chat(CHATS["one turn"])
-
-
-def test_no_template() -> None:
-    with pytest.raises(ConfigError, match="no chat template; send a plain prompt"):
-        TOKENIZER.encode_chat(CHATS["one turn"])
-
-
-def test_a_refusal_carries_the_templates_words() -> None:
-    with pytest.raises(TemplateError, match=r"refuses these messages: System role not supported$"):
-        with_template(GEMMA).render_chat(CHATS["system"])
+def test_what_a_template_lacks_or_refuses_is_said() -> None:
+    one, tools = CHATS["one turn"], [{"type": "function"}]
+    for tokenizer, chat, options, message in (
+        (with_template(LLAMA3), one, {}, "asks for the time; pass now="),
+        (TOKENIZER, one, {}, "no chat template; send a plain prompt"),
+        (with_template(GEMMA), CHATS["system"], {}, r"refuses these messages: System role not supported$"),
+        (with_template(CHATML), one, {"tools": tools}, "knows no tools"),
+    ):
+        with pytest.raises((ConfigError, TemplateError), match=message):
+            tokenizer.encode_chat(chat, **options)
 
 
 @pytest.mark.parametrize(
     "template",
     [
         "{% for %}",
-        "{{ 'unclosed' ",
         "{% generation %}never closed",
-        "{{ messages | no_such_filter }}",
         "{{ undefined_name.attribute }}",
-        "{{ messages[0].content + 5 }}",
         "{{ 1 / 0 }}",
         "{{ raise_exception('line one\nline two') }}",
         "{% include 'other' %}",
-        "{{ strftime_now(5) }}",
         "(" * 10 + "{{ " + "(" * 5000,
     ],
 )
@@ -292,19 +261,13 @@ def test_broken_templates_fail_on_one_line(template: str) -> None:
     [
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ raise_exception.__globals__ }}",
-        "{{ strftime_now.__globals__['json'] }}",
         "{{ strftime_now.__closure__[0].cell_contents }}",
-        "{{ self.__init__.__globals__ }}",
         "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ lipsum.__globals__['os'].popen('id').read() }}",
         "{{ ''|attr('__class__')|attr('__base__') }}",
         "{{ '{0.__class__.__init__}'.format(messages) }}",
-        "{{ '%s'|format(messages).__class__ }}",
         "{{ messages.append(1) }}",
         "{{ messages[0].update({'role': 'system'}) }}",
-        "{{ messages.clear() }}",
         "{% for i in range(999999999) %}{% endfor %}",
-        "{{ dict.__subclasses__() }}",
     ],
 )
 def test_the_sandbox_holds(attack: str) -> None:
@@ -320,30 +283,15 @@ def test_the_sandbox_holds(attack: str) -> None:
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [
-        ({"role": "user"}, "must be a list of objects"),
         ("hello", "must be a list of objects"),
         (["hello"], "message 0 must be an object, got 'hello'"),
         ([{"content": "hi"}], "message 0 must be an object with a 'role'"),
-        ([{"role": 5}], "message 0 must be an object"),
-        ([{"role": "user", "content": object()}], "plain JSON values"),
         ([{"role": "user", "content": {1, 2}}], "plain JSON values"),
     ],
 )
 def test_malformed_messages(messages: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         with_template(CHATML).render_chat(messages)
-
-
-def test_messages_nested_without_end() -> None:
-    messages: list[Any] = [{"role": "user"}]
-    messages[0]["content"] = messages
-    with pytest.raises(ConfigError, match="plain JSON values"):
-        with_template(CHATML).render_chat(messages)
-
-
-def test_a_special_name_cannot_replace_the_messages() -> None:
-    files = dataclasses.replace(FILES, chat_template="{{ messages[0].content }}", special={"messages": "x"})
-    assert Tokenizer(files).render_chat([{"role": "user", "content": "Hi"}]) == "Hi"
 
 
 TOOL_TEMPLATE = (
@@ -362,38 +310,24 @@ def test_tools_reach_the_template_and_spell_no_special_token() -> None:
     assert (ids.count(259), ids.count(260)) == (1, 1)
 
 
-def test_tools_are_refused_where_the_template_knows_none() -> None:
-    with pytest.raises(ConfigError, match="knows no tools"):
-        with_template(CHATML).encode_chat([{"role": "user", "content": "hi"}], tools=[{"type": "function"}])
-
-
 # Files of tokenizers: as JSON and back; malformed ones are refused
 
 
 def test_files_survive_json() -> None:
     for files in (FILES, TokenizerFiles(tokenizer_json="{}"), dataclasses.replace(FILES, chat_template="é")):
-        again = TokenizerFiles.from_json(json.loads(json.dumps(files.to_json())))
-        assert again == files
-        assert hash(again) == hash(files)
+        assert TokenizerFiles.from_json(json.loads(json.dumps(files.to_json()))) == files
 
 
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
         ({"tokenizer_json": 5}, "tokenizer_json must be text, got 5"),
-        ({"tokenizer_json": None}, "tokenizer_json must be text"),
         ({"chat_template": ["x"]}, "chat_template must be text or null"),
         ({"special": {"bos_token": 1}}, "special must be a map"),
-        ({"special": ["bos_token"]}, "special must be a map"),
-        ({"eos_ids": 2}, "eos_ids must be token ids"),
         ({"eos_ids": [-1]}, "eos_ids must be token ids"),
         ({"eos_ids": [True]}, "eos_ids must be token ids"),
-        ({"eos_ids": ["2"]}, "eos_ids must be token ids"),
         ({"bos_id": 1 << 31}, "bos_id must be null or a token id"),
-        ({"bos_id": 1.0}, "bos_id must be null or a token id"),
         ({"tasks": ["do:"]}, "tasks must be a map from names to texts"),
-        ({"tasks": {"do": " "}}, "tasks must be a map from names to texts"),
-        ({"task_prefixes": "do:"}, "malformed tokenizer: .*task_prefixes"),
         ({"sampling": {"seed": 1}}, "sampling must be a map from some of temperature"),
         ({"sampling": {"top_p": "x"}}, "the model's own sampling cannot be used: top_p"),
         ({"surprise": 1}, "malformed tokenizer: .*surprise"),
@@ -404,13 +338,7 @@ def test_malformed_files(change: dict[str, Any], reason: str) -> None:
         TokenizerFiles.from_json({**FILES.to_json(), **change})
 
 
-@pytest.mark.parametrize("data", [None, [], "x", {}, {"chat_template": "x"}])
-def test_no_files(data: Any) -> None:
-    with pytest.raises(CheckpointError):
-        TokenizerFiles.from_json(data)
-
-
-@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"model": 5}', "null", "\0"])
+@pytest.mark.parametrize("text", ["", "{", '{"model": 5}', "\0"])
 def test_no_tokenizer(text: str) -> None:
     with pytest.raises(CheckpointError, match=r"^malformed tokenizer.json: [^\n]+$"):
         Tokenizer(TokenizerFiles(tokenizer_json=text))
@@ -420,13 +348,7 @@ def test_no_tokenizer(text: str) -> None:
 
 
 @pytest.mark.parametrize("template", [LLAMA3, CHATML, GEMMA, MISTRAL])
-def test_an_assistants_last_message_is_continued_as_transformers_does(
-    template: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    peer = transformers.PreTrainedTokenizerFast(tokenizer_object=LIBRARY, **FILES.special)
-    clock = type("Clock", (), {"now": staticmethod(lambda: NOW)})
-    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", clock)
+def test_an_assistants_last_message_is_continued_as_transformers_does(template: str, peer: Any) -> None:
     said = [*CHATS["three turns"], {"role": "assistant", "content": "Once <s> upon"}]
     expected = peer.apply_chat_template(
         said, chat_template=template, continue_final_message=True, tokenize=False
@@ -456,3 +378,50 @@ def test_an_assistants_last_message_is_continued_as_transformers_does(
 def test_what_cannot_be_continued_is_refused(template: str, last: dict[str, Any], part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         with_template(template).encode_chat([CHATS["system"][1], last], continue_final=True)
+
+
+# The bytes of tokens in a row are the text that they were made of.
+
+
+@functools.cache
+def sentence_pieces() -> Tokenizer:
+    """Words with a space before them, and single bytes for what has no word."""
+    words = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abc", "▁a", "ab", "\ufffd"]
+    vocabulary, merges = {word: at for at, word in enumerate(words)}, [("▁", "a"), ("a", "b")]
+    model = models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    library = tokenizers.Tokenizer(model)
+    library.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    library.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    library.add_special_tokens(["<unk>", "<s>"])
+    return Tokenizer(TokenizerFiles(tokenizer_json=library.to_str()))
+
+
+@functools.cache
+def packaged() -> Tokenizer:
+    with open_model("default") as bundle:
+        return Tokenizer(bundle.tokenizer_files())
+
+
+MADE = {"bytes": lambda: TOKENIZER, "sentence pieces": sentence_pieces, "packaged": packaged}
+
+
+@pytest.mark.parametrize("name", MADE)
+@given(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12))
+@example("🙂é日本🏳️‍🌈 a ab\ufffdc")
+@settings(max_examples=60)
+def test_bytes_in_a_row_are_the_text(name: str, text: str) -> None:
+    tokenizer = MADE[name]()
+    ids = tokenizer.encode(text, add_special_tokens=False, special=False)
+    found = TokenBytes(tokenizer)
+    written = b"".join([*found.of(ids[:1], begins=True), *found.of(ids[1:])])
+    assert written == tokenizer.decode(ids).encode()
+
+
+def test_a_token_is_a_part_of_a_character_or_none_at_all() -> None:
+    found = TokenBytes(sentence_pieces())
+    assert found.of([2 + 0xE2, 1]) == [b"\xe2", b""]
+    a = sentence_pieces().encode("a", add_special_tokens=False)
+    assert (found.of(a), found.of(a, begins=True)) == ([b" a"], [b"a"])
+    assert found.of(sentence_pieces().encode("\ufffd")[-1:]) == ["\ufffd".encode()]

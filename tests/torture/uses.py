@@ -135,8 +135,8 @@ def use_profile(case: Case) -> None:
 
 def use_recipe(case: Case) -> None:
     """Reads a recipe of each kind."""
+    from jaxllm.training.decoders import PretrainRecipe
     from jaxllm.training.elastic.job import ElasticRecipe
-    from jaxllm.training.pretrain.run import PretrainRecipe
 
     PretrainRecipe.load(str(case.path / "pretrain" / "draft.toml"))
     ElasticRecipe.load(str(case.path / "elastic" / "family.toml"))

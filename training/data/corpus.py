@@ -12,6 +12,7 @@ is the same for any number of processes.
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -41,21 +42,9 @@ from jaxllm.training.data.documents import (
     text_document,
 )
 from jaxllm.training.data.encoders import Encoder
-from jaxllm.training.data.sources import RemoteFile, Source, is_remote, remote_files, source_files
+from jaxllm.training.data.sources import Source, is_remote, remote_files, source_files
 
 _DONE, _FAILED = b"\0", b"\1"
-
-
-def takes_file(number: int, files: int) -> bool:
-    """Whether this process reads a file, of so many in all, to encode it."""
-    processes = jax.process_count()
-    return files < processes or number % processes == jax.process_index()
-
-
-def takes_block(number: int, files: int) -> bool:
-    """Whether this process encodes a block of documents of a file that it reads, of so many files in all."""
-    processes = jax.process_count()
-    return files >= processes or number % processes == jax.process_index()
 
 
 def exchanged(work: Callable[[], bytes]) -> list[bytes]:
@@ -65,27 +54,21 @@ def exchanged(work: Callable[[], bytes]) -> list[bytes]:
     Raises:
       ConfigError: `work` fails in one of them, and then in all.
     """
+    if jax.process_count() == 1:
+        return [work()]
     try:
         own = _DONE + work()
     except (JaxllmError, OSError) as error:
-        if jax.process_count() == 1:
-            raise
         own = _FAILED + f"process {jax.process_index()}: {error}".encode()
-    found = _gathered(own)
-    for each in found:
-        if each[:1] == _FAILED:
-            raise ConfigError(each[1:].decode())
-    return [each[1:] for each in found]
-
-
-def _gathered(own: bytes) -> list[bytes]:
-    if jax.process_count() == 1:
-        return [own]
     sizes = np.asarray(multihost_utils.process_allgather(np.array([len(own)], np.int32))).reshape(-1)
     padded = np.zeros(int(sizes.max()), np.uint8)
     padded[: len(own)] = np.frombuffer(own, np.uint8)
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
-    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+    found = [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+    for each in found:
+        if each[:1] == _FAILED:
+            raise ConfigError(each[1:].decode())
+    return [each[1:] for each in found]
 
 
 Split = Literal["train", "held_out"]
@@ -116,15 +99,14 @@ class Corpus:
     shortened_share: float = 0.0
     bad_lines: tuple[str, ...] = ()
 
-    def tell(self, console: Console) -> "Corpus":
-        """Prints the number of lines that were left out and the first error, if any; returns itself."""
+    def report_bad_lines(self, console: Console) -> None:
+        """Prints the number of lines that were left out and the first error, if any."""
         if self.bad_lines:
             console.print(
                 f"left out {len(self.bad_lines):,} malformed lines, the first: {self.bad_lines[0]}",
                 soft_wrap=True,
                 markup=False,
             )
-        return self
 
     @classmethod
     def open(
@@ -212,21 +194,23 @@ class Corpus:
 
         def write() -> bytes:
             files, blocks = _files(self.sources, self.data), []
-            shutil.rmtree(shard(jax.process_index()), ignore_errors=True)
+            process, processes = jax.process_index(), jax.process_count()
+            by_file = len(files) >= processes
+            shutil.rmtree(shard(process), ignore_errors=True)
 
             def own() -> Iterator[tuple[int, Document]]:
                 for number, (source, documents) in enumerate(files):
-                    if not takes_file(number, len(files)):
+                    if by_file and number % processes != process:
                         continue
                     for at, each in enumerate(self._of_split(source, documents, split)):
                         block = at // _ENCODE_DOCUMENTS
-                        if takes_block(block, len(files)):
+                        if by_file or block % processes == process:
                             if not blocks or blocks[-1][:2] != [number, block]:
                                 blocks.append([number, block, 0])
                             blocks[-1][2] += 1
                             yield each
 
-            write_tokens(shard(jax.process_index()), own(), encoder)
+            write_tokens(shard(process), own(), encoder)
             return json.dumps(blocks).encode()
 
         blocks = [
@@ -296,15 +280,17 @@ class TokenizedDocuments:
 def write_tokens(folder: Path, documents: Iterable[tuple[int, Document]], encoder: Encoder) -> None:
     """Writes tokens of documents, each with its source's number, into a new folder, whole or not at all."""
     dtype = np.dtype(np.uint16 if encoder.vocab_size <= 1 << 16 else np.uint32)
-    columns, at, text_bytes = [], 0, 0
+    columns, at, text_bytes, left = [], 0, 0, iter(documents)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with atomic_folder(folder) as partial:
         with (partial / "tokens.bin").open("wb") as file:
-            for source, document, ids, prompt_tokens in _encoded(documents, encoder):
-                columns.append((at, prompt_tokens, source))
-                at += len(ids)
-                text_bytes += sum(len(text.encode()) for text in document.texts)
-                file.write(np.asarray(ids, dtype).tobytes())
+            while batch := list(itertools.islice(left, _ENCODE_DOCUMENTS)):
+                encodings = encoder.encode([document for _, document in batch])
+                for (source, document), (ids, prompt_tokens) in zip(batch, encodings, strict=True):
+                    columns.append((at, prompt_tokens, source))
+                    at += len(ids)
+                    text_bytes += sum(len(text.encode()) for text in document.texts)
+                    file.write(np.asarray(ids, dtype).tobytes())
         columns.append((at, 0, 0))
         _write_index(partial, np.asarray(columns), dtype, text_bytes)
 
@@ -345,25 +331,6 @@ def _write_index(folder: Path, columns: np.ndarray, dtype: np.dtype[Any], text_b
     )
 
 
-def _encoded(
-    documents: Iterable[tuple[int, Document]], encoder: Encoder
-) -> Iterator[tuple[int, Document, list[int], int]]:
-    """(source, document, ids, ids of the prompt) of each."""
-    batch: list[tuple[int, Document]] = []
-
-    def encode() -> Iterator[tuple[int, Document, list[int], int]]:
-        encodings = encoder.encode([document for _, document in batch])
-        for (source, document), (ids, prompt_tokens) in zip(batch, encodings, strict=True):
-            yield source, document, ids, prompt_tokens
-
-    for each in documents:
-        batch.append(each)
-        if len(batch) == _ENCODE_DOCUMENTS:
-            yield from encode()
-            batch = []
-    yield from encode()
-
-
 # The documents of a file, read anew at each call; the argument is a callback for lines that are left out.
 _Documents = Callable[[OnBad], Iterator[Document]]
 
@@ -393,7 +360,7 @@ def _source_files(source: Source, data: Path | None) -> Iterator[_Documents]:
     yield from (functools.partial(_documents_of, source, file) for file in files)
 
 
-def _documents_of(source: Source, file: Path | RemoteFile, on_bad: OnBad) -> Iterator[Document]:
+def _documents_of(source: Source, file: Path | str, on_bad: OnBad) -> Iterator[Document]:
     if source.chat:
         yield from read_chats(file, on_bad if source.skip_bad else None)
         return

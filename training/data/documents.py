@@ -38,22 +38,38 @@ import jax
 import numpy as np
 import xxhash
 
+from jaxllm.elastic.slo import marks
 from jaxllm.errors import ConfigError
 from jaxllm.tasks.example import TaskExample, pseudo_random, text_field
 from jaxllm.text.droppable import free_spans
-from jaxllm.training.data.sources import RemoteFile, open_bytes, open_text
-from jaxllm.training.data.tokenizer import ASSISTANT, END_OF_TEXT, END_OF_TURN, SYSTEM, USER
+from jaxllm.training.data.sources import open_bytes, open_text
+
+# The special tokens come first, with the same ids in every vocabulary: the ends of documents and turns, the
+# roles of a chat, and the marks that write a latency objective into a prompt (`jaxllm.elastic.slo`):
+# `<|ttft:40|>` requests a time to first token of 40 % of the whole model's.
+END_OF_TEXT = "<|endoftext|>"
+PAD = "<|pad|>"
+SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
+END_OF_TURN = "<|end|>"
+SPECIAL_TOKENS = (END_OF_TEXT, PAD, SYSTEM, USER, ASSISTANT, END_OF_TURN, *marks())
+
+# How a chat is written with these tokens.
+ROLE_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
 
 def model_digest(config: Any, *params: Mapping[str, Any]) -> str:
     """Returns a hexadecimal digest of a model and its extra arrays.
 
     Args:
-      config: frozen dataclass, or JSON of such. Fields with their defaults do not count, so a field that is
-        added to the class later changes no digest.
+      config: frozen dataclass, or JSON of such.
       params: dicts of arrays by name, in any format of weights.
     """
-    digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True, default=_chosen).encode())
+    digest = xxhash.xxh3_128(json.dumps(config, sort_keys=True, default=dataclasses.asdict).encode())
     for each in params:
         for name in sorted(each):
             digest.update(name.encode())
@@ -70,12 +86,6 @@ def digesting(
         whole = np.ascontiguousarray(value)
         digests[name] = xxhash.xxh3_128_hexdigest(whole.reshape(-1).view(np.uint8).data)
         yield name, value
-
-
-def _chosen(config: Any) -> dict[str, Any]:
-    """The fields of a dataclass that differ from their defaults."""
-    values = ((field, getattr(config, field.name)) for field in dataclasses.fields(config))
-    return {field.name: value for field, value in values if value != field.default}
 
 
 # Role and content.
@@ -158,7 +168,7 @@ def conversation_document(
     return Document(pieces, len(prompt), origin=origin, messages=messages, answer=answer, tools=tools)
 
 
-def read_texts(path: Path | RemoteFile | str) -> Iterator[str]:
+def read_texts(path: Path | str) -> Iterator[str]:
     """Yields the texts of a UTF-8 file, in order, stripped, without empty ones, while it is read.
 
     A file that contains `<|endoftext|>` is split there; any other at its blank lines, so one without blank
@@ -325,7 +335,7 @@ _PARQUET_ROWS = 1024
 _Records = Iterator[tuple[int, Callable[[], Any]]]
 
 
-def read_chats(path: Path | RemoteFile, on_bad: OnBad | None = None) -> Iterator[Document]:
+def read_chats(path: Path | str, on_bad: OnBad | None = None) -> Iterator[Document]:
     """Reads the documents of a file of JSON lines, or of a `.parquet` file whose columns are the keys (see
     the module docstring); blank lines are skipped.
 
@@ -353,17 +363,13 @@ def read_chats(path: Path | RemoteFile, on_bad: OnBad | None = None) -> Iterator
                 ) from error
             on_bad(wrong)
             continue
-        for key in sorted(parsed.keys() - _read_keys(parsed) - reported):
+        read = {"messages", "tools"} if "messages" in parsed else {"prompt", "completion"}
+        if not read & parsed.keys():
+            read = {"text"}
+        for key in sorted(parsed.keys() - read - reported):
             reported.add(key)
             _say_ignored(str(path), key)
         yield from documents
-
-
-def _read_keys(record: Mapping[str, Any]) -> set[str]:
-    """The keys of an object's form."""
-    if "messages" in record:
-        return {"messages", "tools"}
-    return {"prompt", "completion"} if "prompt" in record else {"text"}
 
 
 @functools.cache
@@ -372,7 +378,7 @@ def _say_ignored(path: str, key: str) -> None:
     _log.warning("%s: the key %.80r of its lines is ignored", path, key)
 
 
-def _json_lines(path: Path | RemoteFile) -> _Records:
+def _json_lines(path: Path | str) -> _Records:
     try:
         with open_text(path) as file:
             for number, line in enumerate(file, start=1):
@@ -382,7 +388,7 @@ def _json_lines(path: Path | RemoteFile) -> _Records:
         raise ConfigError(f"cannot read the file {path} as UTF-8: {error}") from error
 
 
-def _parquet_rows(path: Path | RemoteFile) -> _Records:
+def _parquet_rows(path: Path | str) -> _Records:
     try:
         import pyarrow  # pyright: ignore[reportMissingImports]
         import pyarrow.parquet  # pyright: ignore[reportMissingImports]

@@ -1,25 +1,87 @@
 """Encodes documents as token ids: by a tokenizer trained here, or by any model's with its chat template."""
 
-import dataclasses
 import datetime
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxllm.errors import ConfigError
-from jaxllm.tasks.example import TaskExample
 from jaxllm.text.marked_text import MarkedText
 from jaxllm.text.prompts import end_of_turn_id, prompt_text
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.training.data.documents import Document, Special
-from jaxllm.training.data.tokenizer import token_id
+from jaxllm.training.data.documents import SPECIAL_TOKENS, Document, Special
 
 # Date for templates that write one: constant, so that tokens are reproducible.
 _NOW = datetime.datetime(2024, 7, 26, tzinfo=datetime.UTC)
 # Changed whenever the same files give other ids.
 _MODEL_ENCODING = "special tokens' names are text"
+
+
+# The 256 bytes and the specials must fit before the first merge.
+MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
+    """Learns byte-level BPE merges for models that are trained from scratch; the same texts always give the
+    same tokenizer.
+
+    Every byte is in the initial alphabet, so any text can be encoded and nothing maps to an unknown token;
+    digits are single tokens, so that a number's pieces mean the same everywhere. No token is added before or
+    after a text: packing marks the ends of documents.
+
+    Args:
+      texts: texts without special tokens.
+      vocab_size: number of tokens, including the special ones (the first ids) and the 256 bytes.
+
+    Returns:
+      A tokenizer with exactly `vocab_size` tokens, for `tokenizer.json`.
+
+    Raises:
+      ConfigError: `vocab_size` is below `MIN_VOCAB_SIZE`, or the text is too small or too uniform to
+        fill the vocabulary.
+    """
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ConfigError(
+            f"vocab_size must be at least {MIN_VOCAB_SIZE} (256 bytes and "
+            f"{len(SPECIAL_TOKENS)} special tokens), got {vocab_size}"
+        )
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    size = tokenizer.get_vocab_size()
+    if size != vocab_size:
+        raise ConfigError(
+            f"the text has only enough distinct pieces for {size} tokens, the recipe asks for "
+            f"{vocab_size}; give more text or lower vocab_size"
+        )
+    return tokenizer
+
+
+def token_id(tokenizer: tokenizers.Tokenizer, token: str) -> int:
+    """The id of a special token.
+
+    Raises:
+      ConfigError: the tokenizer has no such token.
+    """
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ConfigError(f"the tokenizer has no {token} token; train it with `train_tokenizer`")
+    return found
 
 
 class PieceEncoder:
@@ -45,22 +107,21 @@ class PieceEncoder:
         """Returns the ids of each document, and the number of the prompt's."""
         texts = [text for document in documents for text in document.texts]
         encodings = iter(self._plain.encode_batch_fast(texts, add_special_tokens=False))
-        return [self._joined(document, encodings) for document in documents]
-
-    def _joined(self, document: Document, encodings) -> tuple[list[int], int]:
-        if document.tools:
-            raise ConfigError(
-                "a new model has no place for the tools of a conversation; leave such lines out, or train a "
-                "model on whose chat template knows tools"
-            )
-        ids: list[int] = []
-        prompt_tokens = 0
-        for number, piece in enumerate(document.pieces, start=1):
-            special = isinstance(piece, Special)
-            ids += [token_id(self._tokenizer, piece.token)] if special else next(encodings).ids
-            if number == document.prompt_pieces:
-                prompt_tokens = len(ids)
-        return ids, prompt_tokens
+        found = []
+        for document in documents:
+            if document.tools:
+                raise ConfigError(
+                    "a new model has no place for the tools of a conversation; leave such lines out, or "
+                    "train a model on whose chat template knows tools"
+                )
+            ids, prompt_tokens = [], 0
+            for number, piece in enumerate(document.pieces, start=1):
+                special = isinstance(piece, Special)
+                ids += [token_id(self._tokenizer, piece.token)] if special else next(encodings).ids
+                if number == document.prompt_pieces:
+                    prompt_tokens = len(ids)
+            found.append((ids, prompt_tokens))
+        return found
 
 
 class ModelEncoder:
@@ -95,47 +156,35 @@ class ModelEncoder:
         # All texts of a kind at once, which the tokenizer's threads share.
         ids: dict[bool, Iterator[list[int]]] = {}
         for special in (True, False):
-            texts = [text for each in parts for text, added in each.texts if added == special]
+            texts = [text for own, _ in parts for text, added in own if added == special]
             ids[special] = iter(self._tokenizer.encode_many(texts, add_special_tokens=special))
-        return [self._joined(each, [next(ids[added]) for _, added in each.texts]) for each in parts]
+        found = []
+        for texts, end in parts:
+            *prompt, answer = [next(ids[added]) for _, added in texts]
+            if prompt == [[]]:
+                raise ConfigError(f"a question without a token: {texts[0][0].text!r:.200}")
+            before = prompt[0] if prompt else []
+            found.append(([*before, *answer, end], len(before)))
+        return found
 
-    def _joined(self, parts: "_Parts", ids: list[list[int]]) -> tuple[list[int], int]:
-        if not parts.prompt:
-            return [*ids[0], parts.end], 0
-        prompt, answer = ids
-        if not prompt:
-            raise ConfigError(f"a question without a token: {parts.texts[0][0].text!r:.200}")
-        return [*prompt, *answer, parts.end], len(prompt)
-
-    def _parts(self, document: Document) -> "_Parts":
+    def _parts(self, document: Document) -> tuple[list[tuple[MarkedText, bool]], int]:
+        """A document's prompt, if it has one, and its other text, each with whether special tokens are added;
+        and the token after them."""
         example, content = document.example, MarkedText.of_content
         if document.messages:
             messages = [{"role": role, "content": text} for role, text in document.messages]
             tools = json.loads(document.tools or "[]")
             prompt = self._tokenizer.chat_text(messages, tools=tools, continue_final=False, now=_NOW)
-            return _Parts(((prompt, False), (content(document.answer), False)), True, self._end_of_turn)
+            return [(prompt, False), (content(document.answer), False)], self._end_of_turn
         if example is None:
-            return _Parts(((content("".join(document.texts)), True),), False, self._end_of_text)
-        end = self._end_of_turn if example.form == "chat" else self._end_of_text
-        return _Parts((self._prompt(example), (content(example.answer), False)), True, end)
-
-    def _prompt(self, example: TaskExample) -> tuple[MarkedText, bool]:
-        text, special = prompt_text(self._tokenizer, example, now=_NOW)
+            return [(content("".join(document.texts)), True)], self._end_of_text
+        prompt, special = prompt_text(self._tokenizer, example, now=_NOW)
         if example.form == "text":
             # A user may spell special tokens in a text to continue; a corpus may not.
-            text = MarkedText.of_content(text.text)
-        return text, special
+            prompt = content(prompt.text)
+        end = self._end_of_turn if example.form == "chat" else self._end_of_text
+        return [(prompt, special), (content(example.answer), False)], end
 
 
 # What a corpus is encoded by.
 Encoder = PieceEncoder | ModelEncoder
-
-
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-    """A document as texts to encode, each with whether special tokens are added, whether the first is a
-    prompt, and the token after them."""
-
-    texts: tuple[tuple[MarkedText, bool], ...]
-    prompt: bool
-    end: int

@@ -117,13 +117,13 @@ def filled(batch: int, own: Rows, row: Callable[[int], tuple[np.ndarray, ...]]) 
 
 
 def learnt_parts(
-    documents: TokenizedDocuments, drawn: np.ndarray, row_tokens: int, mixture: Sequence[Source]
+    documents: TokenizedDocuments, chosen: np.ndarray, row_tokens: int, mixture: Sequence[Source]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Cuts documents into parts, and separates those without a weight.
 
     Args:
       documents: documents to cut.
-      drawn: numbers of documents.
+      chosen: numbers of documents.
       row_tokens: maximum number of targets of a part.
       mixture: the sources, by number; empty for weights of 1.
 
@@ -134,7 +134,7 @@ def learnt_parts(
     if mixture:
         given, learnt = np.array([source.weights for source in mixture])[documents.sources].T
     prompt = documents.prompt_tokens
-    parts = cut(documents.lengths, drawn, row_tokens, from_end=(prompt > 0) & (given == 0))
+    parts = cut(documents.lengths, chosen, row_tokens, from_end=(prompt > 0) & (given == 0))
     of, first, last = parts.T
     # Target i of a part is the document's token first + 1 + i.
     in_prompt = np.clip(np.minimum(last, prompt[of]) - first - 1, 0, None)
@@ -143,25 +143,25 @@ def learnt_parts(
 
 
 def cut(
-    lengths: np.ndarray, drawn: np.ndarray, row_tokens: int, *, from_end: np.ndarray | None = None
+    lengths: np.ndarray, chosen: np.ndarray, row_tokens: int, *, from_end: np.ndarray | None = None
 ) -> np.ndarray:
     """Returns the parts `[parts, 3]` (document, first, last token + 1) of documents of these lengths, each
     with at most `row_tokens` targets; documents of one token have none.
 
     Args:
       lengths: number of tokens of each document.
-      drawn: numbers of the documents to cut.
+      chosen: numbers of the documents to cut.
       row_tokens: maximum number of targets of a part.
       from_end: whether a document has a short first part, instead of a short last one.
     """
-    counts = -((1 - lengths[drawn]) // row_tokens)
-    of = np.repeat(np.arange(len(drawn)), counts)
+    counts = -((1 - lengths[chosen]) // row_tokens)
+    of = np.repeat(np.arange(len(chosen)), counts)
     first = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * row_tokens
     if from_end is not None:
-        short = np.where(from_end[drawn], counts * row_tokens - (lengths[drawn] - 1), 0)
+        short = np.where(from_end[chosen], counts * row_tokens - (lengths[chosen] - 1), 0)
         first -= short[of]
-    last = np.minimum(first + row_tokens + 1, lengths[drawn[of]])
-    return np.stack([drawn[of], np.maximum(first, 0), last], axis=1).astype(np.int64)
+    last = np.minimum(first + row_tokens + 1, lengths[chosen[of]])
+    return np.stack([chosen[of], np.maximum(first, 0), last], axis=1).astype(np.int64)
 
 
 def best_fit(sizes: np.ndarray, capacity: int) -> list[list[int]]:
@@ -225,7 +225,7 @@ class _Span(NamedTuple):
     """Windows of a source: first token of each, number per epoch, and number left out."""
 
     begins: np.ndarray
-    drawn: float
+    per_epoch: float
     left_out: int
 
 
@@ -242,7 +242,7 @@ class WindowBatches(Batches):
     @property
     def count(self) -> int:
         """Number of windows of an epoch: those of every source `repeats` times."""
-        return round(sum(span.drawn for span in self._spans))
+        return round(sum(span.per_epoch for span in self._spans))
 
     def epoch(self, number: int) -> range:
         """The numbers of an epoch's rows."""
@@ -312,22 +312,17 @@ class WindowBatches(Batches):
     @functools.cached_property
     def _order(self) -> Any:
         """grain's endless data set of (source, window)."""
-        grain = _grain()
+        try:
+            import grain  # pyright: ignore[reportMissingImports]
+        except ImportError as error:
+            raise ConfigError("loader = \"grain\" needs `pip install 'jaxllm[data]'`") from error
         parts, weights = [], []
         for number, span in enumerate(self._spans):
-            if span.drawn:
+            if span.per_epoch:
                 order = grain.MapDataset.range(len(span.begins)).seed(self.seed + number).shuffle().repeat()
                 parts.append(order.map(lambda window, source=number: (source, int(window))))
-                weights.append(span.drawn)
+                weights.append(span.per_epoch)
         return grain.MapDataset.mix(parts, weights=[each / sum(weights) for each in weights])
-
-
-def _grain() -> Any:
-    try:
-        import grain  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ConfigError("loader = \"grain\" needs `pip install 'jaxllm[data]'`") from error
-    return grain
 
 
 class PackedBatches(Batches):
@@ -359,9 +354,7 @@ class PackedBatches(Batches):
         every = np.arange(len(self.documents))
         _, parts = learnt_parts(self.documents, every, self.row_tokens, self.mixture)
         count = len(np.unique(parts[:, 0]))
-        if not count:
-            return ""
-        return f"{len(parts):,} rows of prompts alone are left out, of {count:,} documents"
+        return f"{len(parts):,} rows of prompts alone are left out, of {count:,} documents" if count else ""
 
     def _place(self, pick: int) -> tuple[int, int]:
         epoch = 0
@@ -374,12 +367,11 @@ class PackedBatches(Batches):
 @dataclasses.dataclass(frozen=True)
 class Splits:
     """Tokens of a run: the training batches by step, and the held-out documents. Losses are measured on at
-    most `most_batches` batches of them, 0 for all; for `own` see `PackedBatches`."""
+    most `most_batches` batches of them, 0 for all."""
 
     train: Batches
     held_out: TokenizedDocuments
     most_batches: int = 0
-    own: Rows = None
 
     @classmethod
     def of(
@@ -408,8 +400,7 @@ class Splits:
         train, held_out = (corpus.tokenized(encoder, split, folder) for split in ("train", "held_out"))
         kind = WindowBatches if loader == "grain" else PackedBatches
         shape = settings.row_tokens, settings.batch, settings.seed
-        batches = kind(train, corpus.sources, *shape, own)
-        return cls(batches, held_out, settings.evaluation_batches, own)
+        return cls(kind(train, corpus.sources, *shape, own), held_out, settings.evaluation_batches)
 
     @property
     def source_names(self) -> list[str]:
@@ -433,9 +424,9 @@ class Splits:
 
     def held_out_batches(self) -> Iterator[Batch]:
         """Yields batches of held-out documents to measure losses on, weighted as in training."""
-        shape = self.train.row_tokens, self.train.batch
-        batches = evaluation_batches(self.held_out, *shape, self.train.mixture, own=self.own)
-        return spread(batches, self.most_batches)
+        train = self.train
+        shape, most = (train.row_tokens, train.batch), self.most_batches
+        return evaluation_batches(self.held_out, *shape, train.mixture, own=train.own, most=most)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -446,8 +437,8 @@ def _epoch_rows(batches: PackedBatches, number: int) -> int:
 @functools.lru_cache(maxsize=4)
 def _epoch(batches: PackedBatches, number: int) -> list[np.ndarray]:
     generator = np.random.default_rng([batches.seed, number])
-    drawn = draw(batches.documents, batches.mixture, generator)
-    parts, _ = learnt_parts(batches.documents, drawn, batches.row_tokens, batches.mixture)
+    chosen = draw(batches.documents, batches.mixture, generator)
+    parts, _ = learnt_parts(batches.documents, chosen, batches.row_tokens, batches.mixture)
     # A random order among parts of one length packs other documents together each time.
     parts = parts[generator.permutation(len(parts))]
     rows = best_fit(parts[:, 2] - parts[:, 1] - 1, batches.row_tokens)
@@ -460,43 +451,12 @@ def draw(
     """Samples the documents of an epoch, by number, each `repeats` times; fractions at random."""
     if not mixture:
         return np.arange(len(documents))
-    drawn = []
+    chosen = []
     for number, source in enumerate(mixture):
         own = np.flatnonzero(documents.sources == number)
         whole, share = divmod(source.repeats, 1)
-        drawn += [np.tile(own, int(whole)), generator.permutation(own)[: round(share * len(own))]]
-    return np.concatenate(drawn)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class EvaluationBatches(Sequence[Batch]):
-    """Batches in which every learned token is a target exactly once, filled on access.
-
-    Attributes:
-      documents, mixture, row_tokens, own: see `PackedBatches`.
-      parts: `[parts, 3]`, see `cut`.
-      rows: positions in `parts`, of each batch and row.
-    """
-
-    documents: TokenizedDocuments
-    mixture: tuple[Source, ...]
-    row_tokens: int
-    parts: np.ndarray
-    rows: tuple[tuple[list[int], ...], ...]
-    own: Rows = None
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, number: Any) -> Any:
-        if isinstance(number, slice):
-            return dataclasses.replace(self, rows=self.rows[number])
-        rows = self.rows[number]
-        return filled(
-            len(rows),
-            self.own,
-            lambda row: fill_row(self.documents, self.parts[rows[row]], self.row_tokens, self.mixture),
-        )
+        chosen += [np.tile(own, int(whole)), generator.permutation(own)[: round(share * len(own))]]
+    return np.concatenate(chosen)
 
 
 def evaluation_batches(
@@ -506,14 +466,16 @@ def evaluation_batches(
     mixture: Sequence[Source] = (),
     *,
     own: Rows = None,
-) -> EvaluationBatches:
-    """The batches of documents for a loss; `own`: see `PackedBatches`."""
+    most: int = 0,
+) -> Iterator[Batch]:
+    """Yields batches of documents for a loss, in which every learned token is a target exactly once: at most
+    `most` of them (see `spread`); for `own` see `Batches`."""
     parts, _ = learnt_parts(documents, np.arange(len(documents)), row_tokens, mixture)
     rows = best_fit(parts[:, 2] - parts[:, 1] - 1, row_tokens)
     # Rows without documents fill the last batch.
     rows += [[]] * (-len(rows) % batch)
-    grouped = tuple(tuple(rows[first : first + batch]) for first in range(0, len(rows), batch))
-    return EvaluationBatches(documents, tuple(mixture), row_tokens, parts, grouped, own)
+    for some in spread([rows[first : first + batch] for first in range(0, len(rows), batch)], most):
+        yield filled(batch, own, lambda row: fill_row(documents, parts[some[row]], row_tokens, mixture))  # noqa: B023
 
 
 def spread(batches: Iterable[Any], most: int) -> Iterator[Any]:

@@ -98,17 +98,7 @@ _GLOB = frozenset("*?[")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
-@dataclasses.dataclass(frozen=True)
-class RemoteFile:
-    """A file at a URL."""
-
-    url: str
-
-    def __str__(self) -> str:
-        return self.url
-
-
-def is_remote(path: Path | str | RemoteFile) -> bool:
+def is_remote(path: Path | str) -> bool:
     """Whether a path is a URL."""
     return "://" in str(path)
 
@@ -173,7 +163,7 @@ def source_name(path: Path | str) -> str:
     return str(path) if is_remote(path) else str(Path(path).absolute())
 
 
-def open_text(path: Path | str | RemoteFile) -> contextlib.AbstractContextManager[TextIO]:
+def open_text(path: Path | str) -> contextlib.AbstractContextManager[TextIO]:
     """Opens a local file or a URL as UTF-8 text.
 
     Raises:
@@ -183,23 +173,23 @@ def open_text(path: Path | str | RemoteFile) -> contextlib.AbstractContextManage
     return _opened(path, "r", encoding="utf-8")
 
 
-def open_bytes(path: Path | str | RemoteFile) -> contextlib.AbstractContextManager[BinaryIO]:
+def open_bytes(path: Path | str) -> contextlib.AbstractContextManager[BinaryIO]:
     """Opens a local file or a URL to read its bytes; raises as `open_text` does."""
     return _opened(path, "rb")
 
 
 @contextlib.contextmanager
-def _opened(path: Path | str | RemoteFile, mode: str, encoding: str | None = None) -> Iterator[Any]:
+def _opened(path: Path | str, mode: str, encoding: str | None = None) -> Iterator[Any]:
     if not is_remote(path):
-        with Path(str(path)).open(mode, encoding=encoding) as file:
+        with Path(path).open(mode, encoding=encoding) as file:
             yield file
         return
     files, own = _file_system(str(path))
-    with files.open(own, mode, **({} if encoding is None else {"encoding": encoding})) as file:
+    with files.open(own, mode, **({"encoding": encoding} if encoding else {})) as file:
         yield file
 
 
-def remote_files(url: str, suffixes: Sequence[str]) -> list[RemoteFile]:
+def remote_files(url: str, suffixes: Sequence[str]) -> list[str]:
     """Lists the files of a URL: one, those under it that end in `suffixes`, or those of a pattern; sorted.
 
     Raises:
@@ -212,12 +202,12 @@ def remote_files(url: str, suffixes: Sequence[str]) -> list[RemoteFile]:
         elif files.isdir(own):
             found = [each for each in files.find(own) if each.endswith(tuple(suffixes))]
         else:
-            return [RemoteFile(url)]
+            return [url]
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot list {url}: {error}") from error
     if not found:
         raise ConfigError(f"no file at {url} ends in {' or '.join(suffixes)}, or fits the pattern")
-    return [RemoteFile(files.unstrip_protocol(each)) for each in sorted(found)]
+    return [files.unstrip_protocol(each) for each in sorted(found)]
 
 
 def _file_system(url: str) -> tuple[Any, str]:

@@ -18,12 +18,12 @@ from jax.sharding import Mesh
 
 from jaxllm.bundle import WeightFormat, write_bundle
 from jaxllm.bundle.levels import Recovery, elastic_parts
-from jaxllm.bundle.tiny_lm import TinyLm, tiny_lm_parts
+from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.bundle.writer import stored_form
 from jaxllm.checkpoints import huggingface
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.elastic.ladder import Ladder, chosen_ladder, layer_parameters, sub_config
-from jaxllm.elastic.units import UnitOrder, reorder
+from jaxllm.elastic.units import reorder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.models.features import require_decoder_alone, require_room
@@ -34,29 +34,26 @@ from jaxllm.quant import dequantize
 from jaxllm.training.calibration import BundleOutput
 from jaxllm.training.data.documents import digesting, model_digest
 from jaxllm.training.data.rows import Splits
-from jaxllm.training.elastic.importance import (
-    Importance,
-    calibration_batches,
-    magnitudes,
-    measure,
-    random_order,
-    unit_step,
-)
+from jaxllm.training.decoders import claimed_splits, require_trainable, tune
 from jaxllm.training.elastic.job import (
     ElasticRecipe,
+    Importance,
     adapter_of_level,
+    calibration_batches,
     cut_adapter,
     divergence_job,
     joint_job,
     level_counts,
     level_job,
+    magnitudes,
+    measure,
+    random_order,
+    unit_step,
 )
+from jaxllm.training.elastic.tiny_lm.labels import ElasticModel
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
-from jaxllm.training.elastic.tiny_lm.run import train_tiny_lm
-from jaxllm.training.elastic.tiny_lm.self_labels import ElasticModel
-from jaxllm.training.elastic.tiny_lm.start import TinyLmSources
+from jaxllm.training.elastic.tiny_lm.run import TinyLmSources, train_tiny_lm
 from jaxllm.training.loop.dry_run import (
-    Estimate,
     estimate,
     estimate_of,
     frozen_shapes,
@@ -67,7 +64,6 @@ from jaxllm.training.loop.dry_run import (
 )
 from jaxllm.training.loop.fitting import FrozenModel, fit, fitted_to_window
 from jaxllm.training.loop.hardware import step_flops_per_token
-from jaxllm.training.loop.monitoring import progress_bar
 from jaxllm.training.loop.parallel import (
     ALL_DEVICES,
     MeshShape,
@@ -77,9 +73,8 @@ from jaxllm.training.loop.parallel import (
     placed,
     require_divisible,
 )
-from jaxllm.training.loop.run_files import Run, is_first, wait_for_first, write_json
+from jaxllm.training.loop.run_files import Run, is_first, progress_bar, wait_for_first, write_json
 from jaxllm.training.loop.trainer import Trainer
-from jaxllm.training.lora.run import claimed_splits, require_trainable, tune
 from jaxllm.training.seq2seq.pairs import PairSplits
 
 # Function that reads a model's tensors anew, in the order of `param_specs`.
@@ -272,8 +267,15 @@ def elasticize(
     cfg = checkpoint.cfg
     require_room(cfg, "levels")
     require_trainable(cfg, recipe, "levels")
-    if cfg.encoder is not None:
-        _require_pairs_recipe(recipe, tiny_lm)
+    if cfg.encoder is not None and tiny_lm is not None:
+        raise ConfigError(
+            "a tiny LM shortens prompts of decoders alone; make the levels of an encoder-decoder without one "
+            "(--tiny-lm none)"
+        )
+    if cfg.encoder is not None and recipe.units != "equal":
+        raise ConfigError("levels of an encoder-decoder are an equal share of each layer: take --units equal")
+    if cfg.encoder is not None and recipe.shortened_share:
+        raise ConfigError("sources do not lose words: set shortened_share to 0 in the recipe")
     recipe = fitted_to_window(recipe, cfg, run)
     mesh = run.mesh(recipe)
     frozen = FrozenModel.read(model, recipe.frozen_in, mesh=mesh, stack=True)
@@ -291,7 +293,10 @@ def elasticize(
     tokenizer, name = frozen.tokenizer, frozen.name
     # Read again in order, instead of permuted: so there is only one copy on host and devices.
     del frozen
-    order = _order(state, importance, checkpoint)
+    if recipe.order == "magnitude":
+        order = magnitudes(cfg, checkpoint.params())
+    else:
+        order = random_order(cfg, recipe.seed) if recipe.order == "random" else importance.order(cfg)
     if recipe.units == "global":
         ladder = chosen_ladder(cfg, recipe.levels, importance.groups, importance.neurons)
     else:
@@ -318,10 +323,20 @@ def elasticize(
     if tlm_sources is not None:
         if is_stacked(served):
             served = placed(as_stored(cfg, tensors(), weights), mesh, state.dtype)
+        # Steps that run once use replicated parameters only on the first device.
+        near = {
+            name: each.addressable_data(0) if each.is_fully_replicated else each
+            for name, each in served.items()
+        }
         elastic = ElasticModel(
-            cfg=cfg, params=_near(served), ladder=ladder, tokenizer=tokenizer, recoveries=recoveries
+            cfg=cfg, params=near, ladder=ladder, tokenizer=tokenizer, recoveries=recoveries
         )
-        parts |= tiny_lm_parts(_trained_tiny_lm(run, tlm_sources, elastic, digests))
+        # Named by the levels' weights and adapters, which make the labels. One folder for each model, because
+        # a resumed recovery may lead to other adapters.
+        identity = {"model": cfg, "ladder": ladder, "recovered": sorted(recoveries), "tensors": digests}
+        digest = model_digest(identity, *(recoveries[level].adapter for level in sorted(recoveries)))
+        stage = run.stage(f"tlm-{digest[:12]}", traced=False)
+        parts |= tiny_lm_parts(train_tiny_lm(tlm_sources, elastic, stage, name=digest))
     pairs = tensors()
     if is_first():
         write_bundle(
@@ -350,54 +365,6 @@ def _side_facts(ladder: Ladder, importance: Importance) -> dict[str, Any]:
     return facts
 
 
-def _order(state: ElasticRun, importance: Importance, checkpoint: huggingface.Checkpoint) -> UnitOrder:
-    """Returns the recipe's order of units."""
-    if state.recipe.order == "magnitude":
-        return magnitudes(state.cfg, checkpoint.params())
-    if state.recipe.order == "random":
-        return random_order(state.cfg, state.recipe.seed)
-    return importance.order(state.cfg)
-
-
-def _require_pairs_recipe(recipe: ElasticRecipe, tiny_lm: TinyLmRun | None) -> None:
-    """Rejects options that encoder-decoders do not support.
-
-    Raises:
-      ConfigError: the recipe or the command has such an option.
-    """
-    if tiny_lm is not None:
-        raise ConfigError(
-            "a tiny LM shortens prompts of decoders alone; make the levels of an encoder-decoder without one "
-            "(--tiny-lm none)"
-        )
-    if recipe.units != "equal":
-        raise ConfigError("levels of an encoder-decoder are an equal share of each layer: take --units equal")
-    if recipe.shortened_share:
-        raise ConfigError("sources do not lose words: set shortened_share to 0 in the recipe")
-
-
-def _near(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns parameters for steps that run once: replicated ones only on the first device."""
-    return {
-        name: value.addressable_data(0) if value.is_fully_replicated else value
-        for name, value in params.items()
-    }
-
-
-def _trained_tiny_lm(
-    run: Run, sources: TinyLmSources, model: ElasticModel, digests: dict[str, str]
-) -> TinyLm:
-    """Trains the tiny LM of an elastic model with these tensor digests."""
-    # Named by the levels' weights and adapters, which make the labels.
-    recoveries = model.recoveries
-    digest = model_digest(
-        {"model": model.cfg, "ladder": model.ladder, "recovered": sorted(recoveries), "tensors": digests},
-        *(recoveries[level].adapter for level in sorted(recoveries)),
-    )
-    # One folder for each model, because a resumed recovery may lead to other adapters.
-    return train_tiny_lm(sources, model, run.stage(f"tlm-{digest[:12]}", traced=False), name=digest)
-
-
 def dry_run_elastic(
     recipe: ElasticRecipe, model: Path, *, mesh_shape: MeshShape = ALL_DEVICES, device: str = ""
 ) -> dict[str, Any]:
@@ -421,47 +388,31 @@ def dry_run_elastic(
     mesh = mesh_for(mesh_shape, recipe)
     require_divisible(cfg, mesh)
     ladder = Ladder(levels=recipe.levels)
-    stages = {"importance": _importance(cfg, recipe, mesh, device)}
-    if recipe.recovery == "joint":
-        stages["joint recovery"] = _joint(cfg, ladder, recipe, mesh, device)
-    if recipe.recovery == "lora":
-        stages["adapters of levels"] = _levels(cfg, ladder, recipe, mesh, device)
-    hours = sum(each.device_hours for each in stages.values())
-    return {"stages": {name: each.facts(recipe) for name, each in stages.items()}, "device_hours": hours}
-
-
-def _importance(cfg: ModelConfig, recipe: ElasticRecipe, mesh: jax.sharding.Mesh, device: str) -> Estimate:
-    params = placed_shapes(frozen_shapes(cfg, recipe.frozen_in), mesh)
-    rows = rows_shapes(recipe.batch, recipe.row_tokens, mesh)
+    frozen: Any = frozen_shapes(cfg, recipe.frozen_in)
     with jax.set_mesh(mesh):
         step: Any = unit_step(cfg, mesh, remat=recipe.remat, by=recipe.importance)
-        compiled = step.trace(params, rows).lower().compile()
+        rows = rows_shapes(recipe.batch, recipe.row_tokens, mesh)
+        compiled = step.trace(placed_shapes(frozen, mesh), rows).lower().compile()
     tokens = recipe.batch * recipe.row_tokens
     gradient = step_flops_per_token(cfg, recipe.row_tokens) * tokens
     # The loss is computed without each layer as well, and of the whole model: a third of a gradient each.
     flops = gradient * (1 + recomputed_share(recipe.remat, 1 / 3) + (cfg.layers + 1) / 3)
     steps = -(-recipe.calibration_tokens // tokens)
-    return estimate_of(compiled, mesh, device=device, step_flops=flops, steps=steps)
-
-
-def _joint(
-    cfg: ModelConfig, ladder: Ladder, recipe: ElasticRecipe, mesh: jax.sharding.Mesh, device: str
-) -> Estimate:
-    bound = recipe.whole_kl_nats > 0
-    # The trainer stacks equal layers itself.
-    whole = frozen_shapes(cfg, "f32", stack=False)
-    job = joint_job(cfg, whole, ladder, recipe, original={} if bound else None)
-    frozen = frozen_shapes(cfg, recipe.frozen_in) if bound else None
-    return estimate(job, recipe, mesh, frozen=frozen, device=device)
-
-
-def _levels(
-    cfg: ModelConfig, ladder: Ladder, recipe: ElasticRecipe, mesh: jax.sharding.Mesh, device: str
-) -> Estimate:
-    job = level_job(cfg, {}, ladder, recipe, adapters=False)
-    job = dataclasses.replace(job, init=lambda key: init_adapter(cfg, recipe.lora, key))
-    counts = jax.eval_shape(lambda: stacked(level_counts(cfg, ladder, WHOLE), cfg))
-    frozen = {**frozen_shapes(cfg, recipe.frozen_in), **counts}
-    found = estimate(job, recipe, mesh, frozen=frozen, device=device)
-    # One level after the other; the whole model gets none.
-    return dataclasses.replace(found, device_hours=found.device_hours * (len(ladder.levels) - 1))
+    stages = {"importance": estimate_of(compiled, mesh, device=device, step_flops=flops, steps=steps)}
+    if recipe.recovery == "joint":
+        bound = recipe.whole_kl_nats > 0
+        # The trainer stacks equal layers itself.
+        whole = frozen_shapes(cfg, "f32", stack=False)
+        job = joint_job(cfg, whole, ladder, recipe, original={} if bound else None)
+        given = frozen if bound else None
+        stages["joint recovery"] = estimate(job, recipe, mesh, frozen=given, device=device)
+    if recipe.recovery == "lora":
+        job = level_job(cfg, {}, ladder, recipe, adapters=False)
+        job = dataclasses.replace(job, init=lambda key: init_adapter(cfg, recipe.lora, key))
+        counts = jax.eval_shape(lambda: stacked(level_counts(cfg, ladder, WHOLE), cfg))
+        found = estimate(job, recipe, mesh, frozen={**frozen, **counts}, device=device)
+        # One level after the other; the whole model gets none.
+        hours = found.device_hours * (len(ladder.levels) - 1)
+        stages["adapters of levels"] = dataclasses.replace(found, device_hours=hours)
+    hours = sum(each.device_hours for each in stages.values())
+    return {"stages": {name: each.facts(recipe) for name, each in stages.items()}, "device_hours": hours}

@@ -16,7 +16,6 @@ A run's folder has `recipe.json`, `tokens/` of a text, and every measured loss (
 new measurements.
 """
 
-import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -69,11 +68,10 @@ from jaxllm.training.experts.measures import (
 from jaxllm.training.loop.dry_run import estimate_of, frozen_shapes, known_figures, placed_shapes, rows_shapes
 from jaxllm.training.loop.fitting import FrozenModel
 from jaxllm.training.loop.hardware import step_flops_per_token
-from jaxllm.training.loop.monitoring import progress_bar
 from jaxllm.training.loop.parallel import ALL_DEVICES, MeshShape, make_mesh, require_divisible
-from jaxllm.training.loop.run_files import Run, claimed
+from jaxllm.training.loop.run_files import Run, claimed, progress_bar
 from jaxllm.training.seq2seq.pairs import PairRows, TextPairs
-from jaxllm.training.seq2seq.translation import LENGTHS, Translator
+from jaxllm.training.seq2seq.run import LENGTHS, Translator
 
 LOSSES_FILE = "losses.json"
 
@@ -292,13 +290,8 @@ def _split(documents: TokenizedDocuments, recipe: ExpertWidthsRecipe) -> tuple[l
 _ROUGE_FILE = "rouge2.json"
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pairs:
-    """Pairs to measure on: their rows, sources as token ids, and targets as texts."""
-
-    rows: PairRows
-    sources: list[list[int]]
-    targets: list[str]
+# Pairs to measure on: their rows, sources as token ids, and targets as texts.
+_Pairs = tuple[PairRows, list[list[int]], list[str]]
 
 
 @own_jax_settings()
@@ -350,20 +343,21 @@ def quantize_seq2seq_experts(
     def measured(each: _Pairs, lead: str) -> dict[str, WidthLosses]:
         """Losses by measure, of the perplexity always."""
         cfg, params = translator.cfg, translator.params
-        perplexity = PairPerplexity(cfg, each.rows)
+        rows, sources, targets = each
+        perplexity = PairPerplexity(cfg, rows)
         found = {"perplexity": WidthLosses(cfg, params, perplexity, run.folder / f"{lead}{LOSSES_FILE}")}
         if measure == "rouge2":
-            judged = PairRouge(translator, each.sources, each.targets, recipe.answer_tokens)
+            judged = PairRouge(translator, sources, targets, recipe.answer_tokens)
             found["rouge2"] = WidthLosses(cfg, params, judged, run.folder / f"{lead}{_ROUGE_FILE}")
         return found
 
     losses, unseen = measured(taken, ""), measured(kept, "held_out_")
-    visits = pair_visits(translator.cfg, taken.rows, losses["perplexity"].params)
+    rows, _, targets = taken
+    visits = pair_visits(translator.cfg, rows, losses["perplexity"].params)
     bits, facts = chosen_widths(losses, unseen, measure, visits.loads, own, target, run.own_console)
-    tokens = sum(len(each) for _, each in taken.rows.pairs)
-    facts |= {"measure": measure, "pairs": len(taken.targets), "tokens": tokens}
-    encoder = visits.encoder.paths, visits.encoder.tokens
-    parts = expert_parts(visits.decoder.paths, facts, visits.decoder.tokens, encoder=encoder)
+    tokens = sum(len(each) for _, each in rows.pairs)
+    facts |= {"measure": measure, "pairs": len(targets), "tokens": tokens}
+    parts = expert_parts(visits.decoder.paths, facts, visits.decoder.tokens, encoder=visits.encoder)
     return write_widths(model, out, bits, facts, parts)
 
 
@@ -403,6 +397,6 @@ def _split_pairs(
             start_id=translator.start_id,
             seed=0,
         )
-        return _Pairs(rows, [sources[each] for each in own], [pairs.texts[each][1] for each in own])
+        return rows, [sources[each] for each in own], [pairs.texts[each][1] for each in own]
 
     return chosen(places[0]), chosen(places[1])

@@ -32,9 +32,8 @@ from jaxllm.training.data.rows import Batch
 from jaxllm.training.loop.losses import Outputs, next_token_losses
 from jaxllm.training.loop.parallel import MeshShape, make_mesh, place_rows, placed
 from jaxllm.training.loop.run_files import write_json
-from jaxllm.training.seq2seq.job import cross_entropy, target_logits
 from jaxllm.training.seq2seq.pairs import PairBatch, PairRows
-from jaxllm.training.seq2seq.translation import Translator
+from jaxllm.training.seq2seq.run import Translator, cross_entropy, target_logits
 
 _LOWEST = 2
 
@@ -76,10 +75,18 @@ class WidthLosses:
           measure: measure of the losses.
           path: path of the file of losses.
           mesh: devices that parameters are divided over; None for the default one.
+
+        Raises:
+          CheckpointError: the file is damaged.
         """
         self._cfg, self._measure, self._path = cfg, measure, path
         self._layers, self._specs = sparse_layers(cfg), param_specs(cfg)
-        self._known: dict[str, float] = _read_losses(path)
+        self._known: dict[str, float] = {}
+        try:
+            if path.exists():
+                self._known = {key: float(value) for key, value in json.loads(read_text(path)).items()}
+        except (OSError, ValueError, AttributeError, TypeError) as error:
+            raise CheckpointError(f"cannot read {path}: {error}; remove it, and it is made again") from error
         self._narrow: dict[tuple[int, str], np.ndarray] = {}
         self._mesh = mesh or make_mesh(MeshShape(data=1), 1)
         self.params: Params = placed(params.items(), self._mesh)
@@ -94,17 +101,13 @@ class WidthLosses:
         """Measured value of the float model."""
         return self._measured("whole", lambda: self.params)
 
-    def value_of(self, bits: np.ndarray) -> float:
-        """Measured value by widths `[L_sparse, E]`; 32 changes nothing."""
-        bits = np.asarray(bits, np.int8)
-        if np.all(bits == 32):
-            return self.whole
-        key = hashlib.sha256(bits.tobytes()).hexdigest()[:16]
-        return self._measured(key, lambda: self._with_widths(bits))
-
     def loss_of(self, bits: np.ndarray) -> float:
         """The loss as a share, by widths `[L_sparse, E]`; 32 changes nothing."""
-        return self._measure.loss(self.value_of(bits), self.whole)
+        bits, value = np.asarray(bits, np.int8), self.whole
+        if np.any(bits != 32):
+            key = hashlib.sha256(bits.tobytes()).hexdigest()[:16]
+            value = self._measured(key, lambda: self._with_widths(bits))
+        return self._measure.loss(value, self.whole)
 
     def importance(self, report: Callable[[int, int], None]) -> np.ndarray:
         """Returns the loss of lowering one expert to the narrowest width, relative to all at the width of
@@ -156,15 +159,6 @@ class WidthLosses:
         return self._narrow[width, name]
 
 
-def _read_losses(path: Path) -> dict[str, float]:
-    if not path.exists():
-        return {}
-    try:
-        return {key: float(value) for key, value in json.loads(read_text(path)).items()}
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}; remove it, and it is made again") from error
-
-
 class Visited(NamedTuple):
     """Visits of a text's tokens to the experts of a decoder or encoder: counts of successive experts, and the
     experts of each token."""
@@ -201,7 +195,13 @@ class TextPerplexity(Measure):
     def visited(self, params: Params) -> Visited:
         """Counts the visits of experts by the text's tokens."""
         everywhere = NamedSharding(self._mesh, PartitionSpec())
-        route = jax.jit(functools.partial(_visited, self._cfg), out_shardings=everywhere)
+
+        def visits(params: Params, batch: Any) -> jax.Array:
+            inputs = params, batch.tokens, batch.starts
+            _, routing = decoder.forward_documents_with_routing(*inputs, cfg=self._cfg, differentiable=False)
+            return routing.ids
+
+        route = jax.jit(visits, out_shardings=everywhere)
         read = [each.weights > 0 for each in self._batches]
         each_route = (np.asarray(self._on_rows(route, params, each)) for each in self._batches)
         ids = np.concatenate([found[:, where] for found, where in zip(each_route, read, strict=True)], axis=1)
@@ -227,13 +227,6 @@ def _nats(cfg: ModelConfig, params: Params, batch: Any) -> jax.Array:
     return jnp.sum(jnp.where(batch.weights > 0, losses, jnp.zeros_like(losses)))
 
 
-def _visited(cfg: ModelConfig, params: Params, batch: Any) -> jax.Array:
-    """Returns the experts `[L_sparse, B, T, k]` that tokens visit."""
-    inputs = params, batch.tokens, batch.starts
-    _, routing = decoder.forward_documents_with_routing(*inputs, cfg=cfg, differentiable=False)
-    return routing.ids
-
-
 # While one expert is lowered, the others have these bits.
 OTHERS = 4
 
@@ -247,7 +240,12 @@ class PairPerplexity(Measure):
         """Compiles nothing yet; `rows` are the pairs."""
         self._batches = list(rows.held_out())
         self.tokens = int(sum(batch.weights.sum() for batch in self._batches))
-        self._nats = jax.jit(functools.partial(_pair_nats, cfg))
+
+        def nats(params: Params, batch: PairBatch) -> jax.Array:
+            logits, _ = target_logits(params, batch, cfg=cfg)
+            return jnp.sum(cross_entropy(logits, batch.targets) * batch.weights)
+
+        self._nats = jax.jit(nats)
 
     def value(self, params: Params) -> float:
         """Nats per token."""
@@ -338,9 +336,3 @@ def pair_visits(cfg: ModelConfig, rows: PairRows, params: Params) -> PairVisits:
         _visits(np.concatenate(ids, axis=1), np.concatenate(tokens), experts) for ids, tokens in sides
     )
     return PairVisits(encoder, decoder, np.concatenate([once, decoder.paths.alone]) / len(rows.pairs))
-
-
-def _pair_nats(cfg: ModelConfig, params: Any, batch: PairBatch) -> jax.Array:
-    """The loss of a batch, summed over its targets."""
-    logits, _ = target_logits(params, batch, cfg=cfg)
-    return jnp.sum(cross_entropy(logits, batch.targets) * batch.weights)

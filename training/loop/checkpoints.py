@@ -298,7 +298,10 @@ class Checkpoints:
             try:
                 state = self.restore(step, abstract)
             except CheckpointError as error:
-                if jax.process_count() > 1 or not _is_damage(error.__cause__):
+                # Whether the reason is permanent; JAX's errors are device errors.
+                why = error.__cause__
+                passing = isinstance(why, OSError | MemoryError | RuntimeError)
+                if jax.process_count() > 1 or (passing and not isinstance(why, FileNotFoundError)):
                     raise
                 damaged.append((step, error))
                 continue
@@ -427,14 +430,6 @@ def _location(folder: Path | str) -> epath.Path | str:
 
 def _held_out_loss(metrics: Any) -> float:
     return float(metrics["held_out_loss"])
-
-
-def _is_damage(error: BaseException | None) -> bool:
-    """Whether the reason that a checkpoint could not be read is permanent."""
-    if isinstance(error, OSError):
-        return isinstance(error, FileNotFoundError)
-    # JAX's errors are device errors.
-    return not isinstance(error, MemoryError | RuntimeError)
 
 
 def _remove_parts(folder: epath.Path) -> None:

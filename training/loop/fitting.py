@@ -24,9 +24,8 @@ from jaxllm.text.library_tokenizer import parse_tokenizer_json
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.training.data.documents import digesting, model_digest
 from jaxllm.training.loop.checkpoints import read_best
-from jaxllm.training.loop.monitoring import Log
 from jaxllm.training.loop.parallel import MeshShape, laid_out, make_mesh, placed, require_divisible
-from jaxllm.training.loop.run_files import Run, checkpoints_of, read_identity
+from jaxllm.training.loop.run_files import Log, Run, checkpoints_of, read_identity
 from jaxllm.training.loop.trainer import Batch, Job, Trainer, train
 from jaxllm.training.settings import TrainSettings
 

@@ -22,25 +22,23 @@ class Device:
 
     Attributes:
       flops: bfloat16 operations per second, dense.
-      bytes_per_s: bandwidth of its memory.
       memory_bytes: size of its memory.
     """
 
     flops: float
-    bytes_per_s: float
     memory_bytes: float
 
 
 # By the beginning of JAX's `device_kind`; the first match counts.
 DEVICES = {
-    "NVIDIA H200": Device(989e12, 4.8e12, 141e9),
-    "NVIDIA H100": Device(989e12, 3.35e12, 80e9),
-    "NVIDIA A100": Device(312e12, 2.0e12, 80e9),
-    "NVIDIA A40": Device(149.7e12, 0.696e12, 48e9),
-    "TPU v6": Device(918e12, 1.64e12, 32e9),
-    "TPU v5 lite": Device(197e12, 0.82e12, 16e9),
-    "TPU v5": Device(459e12, 2.77e12, 95e9),
-    "TPU v4": Device(275e12, 1.23e12, 32e9),
+    "NVIDIA H200": Device(989e12, 141e9),
+    "NVIDIA H100": Device(989e12, 80e9),
+    "NVIDIA A100": Device(312e12, 80e9),
+    "NVIDIA A40": Device(149.7e12, 48e9),
+    "TPU v6": Device(918e12, 32e9),
+    "TPU v5 lite": Device(197e12, 16e9),
+    "TPU v5": Device(459e12, 95e9),
+    "TPU v4": Device(275e12, 32e9),
 }
 
 

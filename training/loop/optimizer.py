@@ -47,14 +47,13 @@ class Matrix:
 
 
 def scale_by_muon(
-    matrix_of: Callable[[str, int], Matrix | None], *, momentum: float = 0.95, dtype: Any = jnp.float32
+    matrix_of: Callable[[str, int], Matrix | None], *, dtype: Any = jnp.float32
 ) -> optax.GradientTransformation:
     """Nesterov momentum, made orthogonal and scaled to `UPDATE_RMS`.
 
     Args:
       matrix_of: function from a parameter's name and rank to its view; never None for parameters that
         arrive here.
-      momentum: decay of the momentum per step.
       dtype: dtype of the products' operands; they are summed in float32.
     """
 
@@ -75,7 +74,7 @@ def scale_by_muon(
         return {**updates, **found}, state
 
     stateless = optax.GradientTransformation(lambda params: optax.EmptyState(), scaled)
-    return optax.chain(optax.trace(momentum, nesterov=True), stateless)
+    return optax.chain(optax.trace(0.95, nesterov=True), stateless)
 
 
 def orthogonal(matrices: Mapping[str, jax.Array], dtype: Any = jnp.float32) -> dict[str, jax.Array]:
@@ -91,23 +90,19 @@ def orthogonal(matrices: Mapping[str, jax.Array], dtype: Any = jnp.float32) -> d
         stacks = [matrices[name].astype(dtype) for name in names]
         # Products are of rows with rows: few rows are less work.
         wide = [each.swapaxes(1, 2) if each.shape[1] > each.shape[2] else each for each in stacks]
-        done = _divided(jnp.concatenate(wide))
+        done, mesh = jnp.concatenate(wide), jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            done = _newton_schulz(done)
+        else:
+            # Each device of the mesh computes a share.
+            count, shares = done.shape[0], PartitionSpec(AXES)
+            padded = jnp.pad(done, ((0, -count % mesh.size), (0, 0), (0, 0)))
+            done = jax.shard_map(_newton_schulz, in_specs=shares, out_specs=shares)(padded)[:count]
         starts = np.cumsum([0, *(each.shape[0] for each in wide)])
         for name, start, end in zip(names, starts, starts[1:], strict=False):
             own = done[start:end]
             found[name] = own if own.shape[1:] == matrices[name].shape[1:] else own.swapaxes(1, 2)
     return {name: found[name] for name in matrices}
-
-
-def _divided(stack: jax.Array) -> jax.Array:
-    """Newton-Schulz of a stack; each device of the mesh computes a share."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return _newton_schulz(stack)
-    count = stack.shape[0]
-    shares = PartitionSpec(AXES)
-    padded = jnp.pad(stack, ((0, -count % mesh.size), (0, 0), (0, 0)))
-    return jax.shard_map(_newton_schulz, in_specs=shares, out_specs=shares)(padded)[:count]
 
 
 def _newton_schulz(stack: jax.Array) -> jax.Array:
@@ -153,25 +148,19 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
     schedule = learning_rate(settings)
     if settings.optimizer == "muon":
         factor = settings.muon_learning_rate_factor
+        muon = optax.chain(
+            scale_by_muon(_as_matrix, dtype=jnp.dtype(settings.computed_in)),
+            # Decay is as fast as AdamW's, independent of the factor.
+            optax.add_decayed_weights(settings.weight_decay / factor, decays),
+            optax.scale_by_learning_rate(lambda step: schedule(step) * factor),
+        )
         inner = optax.partition(
-            {
-                True: _muon(settings, lambda step: schedule(step) * factor),
-                False: _adamw(settings, schedule, nesterov=True),
-            },
+            {True: muon, False: _adamw(settings, schedule, nesterov=True)},
             lambda params: {name: matrix is not None for name, matrix in matrices(params).items()},
         )
     else:
         inner = _adamw(settings, schedule)
     return optax.chain(optax.clip_by_global_norm(settings.clip_norm), inner)
-
-
-def _muon(settings: TrainSettings, schedule: optax.Schedule) -> optax.GradientTransformation:
-    return optax.chain(
-        scale_by_muon(_as_matrix, dtype=jnp.dtype(settings.computed_in)),
-        # Decay is as fast as AdamW's, independent of the factor.
-        optax.add_decayed_weights(settings.weight_decay / settings.muon_learning_rate_factor, decays),
-        optax.scale_by_learning_rate(schedule),
-    )
 
 
 def _adamw(

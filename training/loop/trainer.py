@@ -30,7 +30,6 @@ from jaxllm.models.scanned_layers import stacked, unstacked
 from jaxllm.training.data.rows import spread
 from jaxllm.training.loop.checkpoints import Checkpoints, Params, TrainState
 from jaxllm.training.loop.hardware import explain_memory_errors, peak_memory_bytes, utilization
-from jaxllm.training.loop.monitoring import Preemption, Progress, StepTrace
 from jaxllm.training.loop.optimizer import learning_rate, make_optimizer
 from jaxllm.training.loop.parallel import (
     gathered,
@@ -42,6 +41,7 @@ from jaxllm.training.loop.parallel import (
     stacked_on,
     stacks_layers,
 )
+from jaxllm.training.loop.run_files import Preemption, Progress, StepTrace
 from jaxllm.training.settings import TrainSettings
 
 
@@ -72,14 +72,14 @@ class Job:
         stacked on accelerators (see `jaxllm.models.scanned_layers`), and passed to `losses` so.
       flops_per_token: model operations of a training step, per token; None if unknown.
       frozen_cfg: config of the model whose parameters are frozen, likewise.
-      drawn_losses: training losses that are sampled anew at every step: as `losses`, with a PRNG key as
+      sampled_losses: training losses that are sampled anew at every step: as `losses`, with a PRNG key as
         last argument. `losses` is then only the held-out loss.
     """
 
     init: Callable[[jax.Array], Params] | Params
     losses: Callable[[Params, Any, Any], tuple[jax.Array, jax.Array]]
     frozen: Any = None
-    drawn_losses: Callable[[Params, Any, Any, jax.Array], tuple[jax.Array, jax.Array]] | None = None
+    sampled_losses: Callable[[Params, Any, Any, jax.Array], tuple[jax.Array, jax.Array]] | None = None
     cfg: ModelConfig | None = None
     frozen_cfg: ModelConfig | None = None
     flops_per_token: float | None = None
@@ -103,8 +103,7 @@ class Trainer:
     """
 
     def __init__(self, job: Job, settings: TrainSettings, mesh: Mesh, *, stack: bool | None = None) -> None:
-        self.mesh, self.settings = mesh, settings
-        self._job = job
+        self.job, self.settings, self.mesh = job, settings, mesh
         if job.cfg is not None:
             require_divisible(job.cfg, mesh)
         alone = job.cfg is not None and job.cfg.encoder is None
@@ -151,8 +150,8 @@ class Trainer:
         other, own = copy.copy(self), {}
         for name, value in frozen.items():
             own[name] = put(value, shardings_of({name: value}, self.mesh)[name])
-        if self.stack and self._job.frozen_cfg is not None:
-            own = stacked_on(own, self._job.frozen_cfg, self.mesh)
+        if self.stack and self.job.frozen_cfg is not None:
+            own = stacked_on(own, self.job.frozen_cfg, self.mesh)
         other._given, other._frozen = dict(init), {**self._frozen, **own}
         return other
 
@@ -163,7 +162,7 @@ class Trainer:
     def whole(self, params: Params) -> dict[str, np.ndarray]:
         """Trained parameters in this process's memory, each layer's under its own names."""
         host = gathered(params)
-        return unstacked(host, self._job.cfg) if self.stack and self._job.cfg is not None else host
+        return unstacked(host, self.job.cfg) if self.stack and self.job.cfg is not None else host
 
     def step(self, state: TrainState, batch: Batch) -> tuple[TrainState, tuple[jax.Array, ...]]:
         """One optimizer step; donates `state`.
@@ -204,10 +203,6 @@ class Trainer:
                 stack.enter_context(without_native_kernels())
             return self._step.trace(self._abstract, frozen, batch).lower(lowering_platforms=platforms)
 
-    def utilization(self, tokens_per_s: float) -> float | None:
-        """Returns the share of the devices' peak that model operations use at a speed; None if unknown."""
-        return utilization(tokens_per_s, self._job.flops_per_token, self.mesh.size)
-
     def evaluate(self, params: Params, batches: Iterable[Batch]) -> tuple[float, dict[int, float]]:
         """The weighted loss in nats per token of some batches: of all sources, and of each."""
         nats: dict[int, float] = {}
@@ -227,10 +222,10 @@ class Trainer:
         return whole, {source: nats[source] / weight[source] for source in sorted(nats)}
 
     def _initial(self, given: Params | None) -> TrainState:
-        init = self._job.init
+        init = self.job.init
         params: Any = init(jax.random.key(self.settings.seed)) if callable(init) else given
-        if self.stack and self._job.cfg is not None:
-            params = stacked(params, self._job.cfg)
+        if self.stack and self.job.cfg is not None:
+            params = stacked(params, self.job.cfg)
         optimizer = make_optimizer(self.settings).init(params)
         return TrainState(step=jnp.zeros((), jnp.int32), params=params, optimizer=optimizer)
 
@@ -244,10 +239,10 @@ class Trainer:
         key = jax.random.fold_in(jax.random.key(self.settings.seed), state.step)
 
         def part_loss(params: Params, part: Batch) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-            if self._job.drawn_losses is None:
-                losses, penalty = self._job.losses(params, frozen, part)
+            if self.job.sampled_losses is None:
+                losses, penalty = self.job.losses(params, frozen, part)
             else:
-                losses, penalty = self._job.drawn_losses(params, frozen, part, key)
+                losses, penalty = self.job.sampled_losses(params, frozen, part, key)
             mean = jnp.sum(losses * part.weights) / total
             return mean + penalty / count, (mean, penalty / count)
 
@@ -277,7 +272,7 @@ class Trainer:
         self, params: Params, frozen: Any, parts: Batch, sources: int
     ) -> tuple[jax.Array, jax.Array]:
         def add_part(sums: Any, part: Batch) -> tuple[Any, None]:
-            losses, _ = self._job.losses(params, frozen, part)
+            losses, _ = self.job.losses(params, frozen, part)
             of = jax.nn.one_hot(part.sources, sources, dtype=jnp.float32) * part.weights[..., None]
             return (sums[0] + jnp.einsum("bt,bts->s", losses, of), sums[1] + of.sum((0, 1))), None
 
@@ -350,7 +345,6 @@ def train(
             if save:
                 some = spread(held_out(), settings.evaluation_batches)
                 held_out_loss, by_source = trainer.evaluate(state.params, some)
-            if held_out_loss is not None:
                 checkpoints.save(state, held_out_loss)
             report(
                 Progress(
@@ -360,7 +354,7 @@ def train(
                     gradient_norm=float(norms[-1]),
                     learning_rate=float(np.asarray(schedule(step - 1))),
                     tokens_per_s=tokens_per_s,
-                    utilization=trainer.utilization(tokens_per_s),
+                    utilization=utilization(tokens_per_s, trainer.job.flops_per_token, trainer.mesh.size),
                     peak_memory_bytes=peak_memory_bytes(),
                     compile_s=compile_s,
                     held_out_loss=held_out_loss,

@@ -4,10 +4,9 @@ Layers are those of `jaxllm.models.layer`, as in serving; here all rows run at o
 once, with dropout, and experts can be differentiated.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,25 +36,8 @@ KeysValues = tuple[jax.Array, jax.Array]
 _PLACES, _DECODER = 4, 1000
 
 
-class Drop(Protocol):
-    """Adds dropout at a place of the model, by its number."""
-
-    def __call__(self, x: jax.Array, place: int) -> jax.Array:
-        """The changed activations."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Encoded:
-    """Encoded sources that the decoder attends to.
-
-    Attributes:
-      hidden: `[B, S, D]`.
-      tokens: `[B]` int32, number of valid tokens of each row.
-    """
-
-    hidden: jax.Array
-    tokens: jax.Array
+# Dropout of activations at a place of the model, by its number.
+Drop = Callable[[jax.Array, int], jax.Array]
 
 
 def no_drop(x: jax.Array, place: int) -> jax.Array:
@@ -80,8 +62,8 @@ def dropout(key: jax.Array, share: float) -> Drop:
 
     def drop(x: jax.Array, place: int) -> jax.Array:
         words = jax.random.bits(jax.random.fold_in(own, place), (*x.shape[:-1], -(-x.shape[-1] // 4)))
-        drawn = (words[..., None] >> shifts) & np.uint32(255)
-        kept = drawn.reshape(*words.shape[:-1], -1)[..., : x.shape[-1]] >= np.uint32(lost)
+        sampled = (words[..., None] >> shifts) & np.uint32(255)
+        kept = sampled.reshape(*words.shape[:-1], -1)[..., : x.shape[-1]] >= np.uint32(lost)
         # In float32: in bfloat16 XLA's CPU backend generates the bits again for the gradient.
         return (x.astype(jnp.float32) * jnp.where(kept, factor, np.float32(0))).astype(x.dtype)
 
@@ -113,7 +95,7 @@ def target_hidden(
     computed = as_computed(params, dtype)
     source = jnp.asarray(batch.read), jnp.asarray(batch.read_tokens)
     encoded, routings = encode_rows(computed, *source, **options)
-    hidden, others = decode_rows(computed, jnp.asarray(batch.tokens), encoded, **options)
+    hidden, others = decode_rows(computed, jnp.asarray(batch.tokens), encoded, source[1], **options)
     # An embedding is looked up unrounded, but a head tied to it is a product.
     head = computed[head_name(cfg)]
     if isinstance(head, jax.Array):
@@ -143,7 +125,7 @@ def encode_rows(
     dtype: DTypeLike = jnp.float32,
     drop: Drop = no_drop,
     remat: Remat = "none",
-) -> tuple[Encoded, list[Routing]]:
+) -> tuple[jax.Array, list[Routing]]:
     """Runs the encoder on a source in each row.
 
     Args:
@@ -151,7 +133,7 @@ def encode_rows(
       valid: `[B]` int32, number of each row's valid tokens, at least 1.
 
     Returns:
-      Hidden states, undefined for padding; and the routing of each layer with experts.
+      Hidden states `[B, S, D]`, undefined for padding; and the routing of each layer with experts.
     """
     assert cfg.encoder is not None
     own, side = encoder_params(params), cfg.encoder
@@ -161,30 +143,31 @@ def encode_rows(
 
     def block(x: jax.Array, *, layer: int) -> tuple[jax.Array, list[Routing]]:
         weights, first = LayerParams(own, f"layers.{layer}."), 1 + layer * _PLACES
-        x, _ = attended(weights, x, side, attend, drop=functools.partial(drop, place=first))
+        x, _ = attended(weights, x, side, attend, drop=lambda x: drop(x, first))
         return _fed_forward(weights, x, side, layer, drop, first + 2, valid)
 
-    x = drop(embed_tokens(own, tokens, positions, cfg=side, dtype=dtype), place=0)
+    x = drop(embed_tokens(own, tokens, positions, cfg=side, dtype=dtype), 0)
     x, routings = _through(block, x, side.layers, remat)
-    ended = drop(final_normed(own, x, cfg=side), place=1 + side.layers * _PLACES)
-    return Encoded(ended, valid), routings
+    return drop(final_normed(own, x, cfg=side), 1 + side.layers * _PLACES), routings
 
 
 def decode_rows(
     params: Params,
     tokens: jax.Array,
-    encoded: Encoded,
+    encoded: jax.Array,
+    read_tokens: jax.Array,
     *,
     cfg: ModelConfig,
     dtype: DTypeLike = jnp.float32,
     drop: Drop = no_drop,
     remat: Remat = "none",
 ) -> tuple[jax.Array, list[Routing]]:
-    """The decoder over whole targets `[B, T]` int32: hidden states `[B, T, D]` after the final norm, and the
-    routing of each layer with experts. For the other arguments see `encode_rows`."""
+    """The decoder over whole targets `[B, T]` int32, and sources as `encode_rows` returns them, of which each
+    has `read_tokens` `[B]`: hidden states `[B, T, D]` after the final norm, and the routing of each layer
+    with experts. For the other arguments see `encode_rows`."""
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
     attend = _attending(_causal(params, positions, positions, cfg), cfg)
-    mask = _padding(encoded.tokens, encoded.hidden.shape[1])
+    mask = _padding(read_tokens, encoded.shape[1])
 
     def attending(layer: int) -> tuple[Attend[Any], Attend[Any]]:
         return attend, _attending(mask, cfg, _source_keys_values(params, encoded, layer))
@@ -235,14 +218,14 @@ def decode_next(
     return hidden[:, 0], grown
 
 
-def source_keys_values(params: Params, encoded: Encoded, *, cfg: ModelConfig) -> list[KeysValues]:
+def source_keys_values(params: Params, encoded: jax.Array, *, cfg: ModelConfig) -> list[KeysValues]:
     """The keys and values of the sources in each layer of the decoder."""
     return [_source_keys_values(params, encoded, layer) for layer in range(cfg.layers)]
 
 
-def _source_keys_values(params: Params, encoded: Encoded, layer: int) -> KeysValues:
+def _source_keys_values(params: Params, encoded: jax.Array, layer: int) -> KeysValues:
     weights = LayerParams(params, f"layers.{layer}.")
-    keys, values = (to_units(encoded.hidden, weights[f"cross.{part}"]).transpose(0, 2, 1, 3) for part in "kv")
+    keys, values = (to_units(encoded, weights[f"cross.{part}"]).transpose(0, 2, 1, 3) for part in "kv")
     return keys, values
 
 
@@ -271,12 +254,12 @@ def _decoded(
     def block(x: jax.Array, *, layer: int) -> tuple[jax.Array, list[Routing]]:
         weights, first = LayerParams(params, f"layers.{layer}."), _DECODER + 1 + layer * _PLACES
         own, cross = attending(layer)
-        x, _ = attended(weights, x, cfg, own, drop=functools.partial(drop, place=first))
-        x, _ = attended(weights, x, cfg, cross, name="cross", drop=functools.partial(drop, place=first + 1))
+        x, _ = attended(weights, x, cfg, own, drop=lambda x: drop(x, first))
+        x, _ = attended(weights, x, cfg, cross, name="cross", drop=lambda x: drop(x, first + 1))
         return _fed_forward(weights, x, cfg, layer, drop, first + 2)
 
-    x, routings = _through(block, drop(x, place=_DECODER), cfg.layers, remat)
-    return drop(final_normed(params, x, cfg=cfg), place=_DECODER + 1 + cfg.layers * _PLACES), routings
+    x, routings = _through(block, drop(x, _DECODER), cfg.layers, remat)
+    return drop(final_normed(params, x, cfg=cfg), _DECODER + 1 + cfg.layers * _PLACES), routings
 
 
 def _attending(bias: jax.Array, cfg: ModelConfig, kept: KeysValues | None = None) -> Attend[None]:
@@ -327,8 +310,8 @@ def _fed_forward(
     Served targets come one token at a time and never exceed a capacity.
     """
     if not cfg.is_sparse(layer):
-        out = dense_block(weights, x, cfg, drop=functools.partial(drop, place=place))
-        return x + drop(out, place=place + 1), []
+        out = dense_block(weights, x, cfg, drop=lambda x: drop(x, place))
+        return x + drop(out, place + 1), []
     routing = chosen_experts(weights, x, cfg, differentiable=True)
     experts = expert_block(weights, cfg)
     mixed = mixture(x, weights.norm("ffn_norm", cfg), routing, experts, differentiable=True)
@@ -336,7 +319,7 @@ def _fed_forward(
         real = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :] < valid[:, None]
         visiting = within_capacity(routing, real, cfg)[..., None]
         mixed = jnp.where(visiting, mixed, jnp.zeros_like(mixed))
-    return x + drop(mixed, place=place + 1), [routing]
+    return x + drop(mixed, place + 1), [routing]
 
 
 AnyBatch = Batch | PairBatch

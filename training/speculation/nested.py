@@ -69,11 +69,24 @@ def calibrate_nested(
         _require_room(model, checkpoint.cfg)
         floats = checkpoint.params()
     with bundle_of(model, "int8-nested", out.name) as bundle:
-        _require(bundle)
-        rows = _rows(bundle, recipe, texts)
+        if (weights := bundle.layout.weights) != "int8-nested":
+            raise ConfigError(
+                f"{bundle.path} has {weights} weights, of which nothing is nested; prepare the model with "
+                "--weights int8-nested"
+            )
+        _require_room(bundle.path, bundle.cfg)
+        # Rows of equal length, shorter ones of a short text.
+        tokens = text_tokens(bundle, recipe.tokens, texts)
+        length = min(recipe.row_tokens, bundle.cfg.window_tokens, len(tokens) // _HELD_OUT)
+        if length < _LEAST_TOKENS:
+            raise ConfigError(
+                f"calibrate on at least {_HELD_OUT * _LEAST_TOKENS} tokens of text, got {len(tokens)}; give "
+                "more (--tokens, --text)"
+            )
+        rows = whole_rows(tokens, length)
         with console.status("calibrating") as status:
-            facts, weights = _calibrated(bundle, floats, rows, status)
-        rewrite_bundle(out.path, bundle, {}, name=out.name, instead=weights)
+            facts, better = _calibrated(bundle, floats, rows, status)
+        rewrite_bundle(out.path, bundle, {}, name=out.name, instead=better)
     return {"tokens": sum(map(len, rows)), **facts}
 
 
@@ -91,7 +104,12 @@ def _calibrated(
         products = {
             name: product for product in range(len(PRODUCTS)) for name in product_names(layer, product, cfg)
         }
-        targets = {} if floats is None else _taken(floats, set(products))
+        targets: dict[str, np.ndarray] = {}
+        # Parameters come one by one, in the order of a pass.
+        while floats is not None and products.keys() - targets.keys():
+            name, value = next(floats)
+            if name in products:
+                targets[name] = np.asarray(value, np.float32)
         for name, product in products.items():
             stored = bundle.stored(name)
             assert isinstance(stored, BlockedArray)
@@ -114,26 +132,6 @@ def _calibrated(
     return facts, weights
 
 
-def _taken(floats: Iterator[tuple[str, np.ndarray]], names: set[str]) -> dict[str, np.ndarray]:
-    """The named parameters, which come one by one in the order of a pass."""
-    found: dict[str, np.ndarray] = {}
-    while names - found.keys():
-        name, value = next(floats)
-        if name in names:
-            found[name] = np.asarray(value, np.float32)
-    return found
-
-
-def _require(bundle: Bundle) -> None:
-    weights = bundle.layout.weights
-    if weights != "int8-nested":
-        raise ConfigError(
-            f"{bundle.path} has {weights} weights, of which nothing is nested; prepare the model with "
-            "--weights int8-nested"
-        )
-    _require_room(bundle.path, bundle.cfg)
-
-
 def _require_room(path: Path, cfg: ModelConfig) -> None:
     reason = room_refusal(cfg, "integer prefill")
     if reason is not None:
@@ -141,18 +139,6 @@ def _require_room(path: Path, cfg: ModelConfig) -> None:
             f"{path}: nested weights are calibrated in models that integer prefill takes, and others stay as "
             f"they were prepared ({reason})"
         )
-
-
-def _rows(bundle: Bundle, recipe: NestedRecipe, texts: Sequence[Path]) -> list[np.ndarray]:
-    """Rows of equal length, shorter ones of a short text."""
-    tokens = text_tokens(bundle, recipe.tokens, texts)
-    length = min(recipe.row_tokens, bundle.cfg.window_tokens, len(tokens) // _HELD_OUT)
-    if length < _LEAST_TOKENS:
-        raise ConfigError(
-            f"calibrate on at least {_HELD_OUT * _LEAST_TOKENS} tokens of text, got {len(tokens)}; give more "
-            "(--tokens, --text)"
-        )
-    return whole_rows(tokens, length)
 
 
 class _Layers:

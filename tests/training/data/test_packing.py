@@ -1,13 +1,18 @@
 """Packing: what is in a row or a window, how often, in which order."""
 
 import dataclasses
+import json
+import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.training.data.corpus import TokenizedDocuments
+from jaxllm.training.data import corpus
+from jaxllm.training.data.corpus import Corpus, TokenizedDocuments
+from jaxllm.training.data.encoders import PieceEncoder
 from jaxllm.training.data.rows import (
     PackedBatches,
     WindowBatches,
@@ -18,8 +23,10 @@ from jaxllm.training.data.rows import (
     spread,
 )
 from jaxllm.training.data.sources import Source
-from jaxllm.training.loop import trainer as loop
-from tests.training.jobs import DOCUMENTS, SMOKE, assert_same_bits, held_out_of, trainer_of
+from jaxllm.training.decoders import pretrain
+from jaxllm.training.loop.fitting import TOKENIZER_FILE, read_tokenizer_file
+from jaxllm.training.loop.parallel import MeshShape
+from tests.training.tiny_runs import DOCUMENTS, SMOKE, join, quiet, started_group, told_by
 
 
 def documents_of(lengths, sources=None, prompts=None):
@@ -40,8 +47,7 @@ def test_best_fit_places_all_and_overfills_none():
     sizes = np.random.default_rng(0).integers(1, 65, 500)
     rows = best_fit(sizes, 64)
     assert sorted(place for row in rows for place in row) == list(range(500))
-    assert max(sizes[row].sum() for row in rows) <= 64
-    assert len(rows) <= 1.1 * sizes.sum() / 64
+    assert max(sizes[row].sum() for row in rows) <= 64 < 1.1 * sizes.sum() / len(rows)
 
 
 def test_a_long_document_is_cut_with_every_target_once():
@@ -88,14 +94,14 @@ def test_an_epoch_draws_each_source_as_its_repeats_say():
     mixture = tuple(
         Source(text=name, repeats=repeats) for name, repeats in [("a", 2.5), ("b", 0.25), ("c", 0)]
     )
-    drawn = draw(documents, mixture, np.random.default_rng(0))
-    counts = np.bincount(drawn, minlength=100)
+    chosen = draw(documents, mixture, np.random.default_rng(0))
+    counts = np.bincount(chosen, minlength=100)
     assert set(counts[:40]) == {2, 3}
     assert counts[:40].sum() == 100
     assert set(counts[40:80]) == {0, 1}
     assert counts[40:80].sum() == 10
     assert not counts[80:].any()
-    assert (draw(documents, mixture, np.random.default_rng(1)) != drawn).any()
+    assert (draw(documents, mixture, np.random.default_rng(1)) != chosen).any()
     with pytest.raises(ConfigError, match="too few"):
         PackedBatches(documents, (Source(text="a", repeats=0),) * 3, 8, 1, 0)
 
@@ -144,18 +150,8 @@ def test_evaluation_has_every_target_once_in_full_batches(lengths):
         assert batch.tokens.shape == (3, 8)
         seen += batch.targets[batch.weights > 0].tolist()
     assert sorted(seen) == [token for token in documents.tokens.tolist() if token % 100]
-
-
-def test_some_batches_are_spread_over_all():
-    batches = evaluation_batches(documents_of([9] * 5 + [3] * 5), 8, 1)
-    every = [batch.tokens.tolist() for batch in batches]
-    assert len(every) == len(batches) > 4
-    assert [batch.tokens.tolist() for batch in batches[1:3]] == every[1:3]
-    for most in (0, len(every), 99):
-        assert [batch.tokens.tolist() for batch in spread(batches, most)] == every
+    # Some batches are spread over all.
     assert list(spread(range(10), 2)) == list(spread(iter(range(10)), 2)) == [2, 7]
-    assert list(spread(range(3), 1)) == [1]
-    assert list(spread([], 4)) == []
 
 
 T = 8
@@ -170,7 +166,7 @@ TWO = flat_documents([30, 11, 9, 40], [0, 3, 0, 20], [0, 0, 0, 1])
 MIXTURE = (Source(text="a", repeats=2), Source(text="b", prompt_weight=0.5, answer_weight=3))
 
 
-def test_an_epoch_of_one_source_has_every_window_once():
+def test_an_epoch_of_one_source_has_every_window_once(monkeypatch):
     pytest.importorskip("grain")
     rows = WindowBatches(DOCUMENTS, (), 16, 1, 1)
     windows = (len(DOCUMENTS.tokens) - 1) // 16
@@ -180,9 +176,18 @@ def test_an_epoch_of_one_source_has_every_window_once():
     ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(windows))
     assert epochs[0] != epochs[1] != sorted(epochs[1])
-    assert [int(WindowBatches(DOCUMENTS, (), 16, 1, 2)._order[each][1]) for each in range(windows)] != epochs[
-        0
-    ]
+    other = WindowBatches(DOCUMENTS, (), 16, 1, 2)
+    assert [int(other._order[each][1]) for each in range(windows)] != epochs[0]
+    # A batch follows from its step alone.
+    for one, again in zip(
+        *(dataclasses.astuple(each.batch_at(7)) for each in (rows, dataclasses.replace(rows))), strict=True
+    ):
+        np.testing.assert_array_equal(one, again)
+    with pytest.raises(ConfigError, match="no source has 65 tokens"):
+        WindowBatches(TWO, MIXTURE, 64, 1, 0)
+    monkeypatch.setitem(sys.modules, "grain", None)
+    with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[data\]'"):
+        WindowBatches(TWO, MIXTURE, T, 1, 0).row(0)
 
 
 def test_rows_stop_at_borders_and_weigh_prompts():
@@ -217,25 +222,101 @@ def test_rows_stop_at_borders_and_weigh_prompts():
     assert seen == {24, 32, 40}
 
 
+# Two processes divide files, encoding and rows, and train what one does; runs go on in any number.
+SOURCES = (Source(text="texts", repeats=1.5), Source(chat="chats.jsonl", answer_weight=2.0, skip_bad=True))
+RECIPE = dataclasses.replace(
+    SMOKE, model=dataclasses.replace(SMOKE.model, vocab_size=288), sources=SOURCES, held_out_share=0.1,
+    batch=8, accumulate=2, steps=4, checkpoint_steps=2, log_steps=1,
+)  # fmt: skip
+HALF = dataclasses.replace(RECIPE, steps=2)
+
+
+def write_data(folder):
+    (folder / "texts").mkdir(parents=True)
+    for file in range(3):
+        texts = (f"Story {file} of {n}: a cat sat on {n * 7} mats." for n in range(40))
+        (folder / "texts" / f"{file}.txt").write_text("\n\n".join(texts))
+    rows = [json.dumps({"prompt": f"How many is {n}?", "completion": f"{n} is {n}."}) for n in range(40)]
+    (folder / "chats.jsonl").write_text("\n".join([*rows, "no JSON"]))
+    (folder / "bad.jsonl").write_text("no JSON")
+    return folder
+
+
+def pretrained(recipe, data, folder, mesh):
+    return pretrain(recipe, dataclasses.replace(quiet(folder, data), mesh_shape=MeshShape.parse(mesh)))
+
+
+def one_file(data, folder):
+    """Encodes a single file, by blocks."""
+    opened = Corpus.open((Source(text="texts/0.txt"),), data, 0.1)
+    encoder = PieceEncoder(read_tokenizer_file(folder / "half" / TOKENIZER_FILE))
+    opened.tokenized(encoder, "train", folder / "one")
+
+
+def main(data, folder, port, process):
+    """One process of two, with two devices: begins a run, and goes on with another."""
+    join(port, process, 2)
+    data, folder = Path(data), Path(folder)
+    read, real = [], corpus._documents_of
+
+    def noted(source, file, on_bad):
+        read.append(Path(str(file)).name)
+        return real(source, file, on_bad)
+
+    corpus._documents_of = noted
+    Corpus.open(SOURCES, data, 0.1)
+    opened = sorted(read)
+    pretrained(HALF, data, folder / "half", "data=2,tensor=2")
+    pretrained(RECIPE, data, folder / "begun", "data=1,fsdp=4")
+    corpus._ENCODE_DOCUMENTS = 4
+    one_file(data, folder)
+    try:
+        Corpus.open((*SOURCES, Source(chat="bad.jsonl")), data, 0.1)
+    except ConfigError as error:
+        print(json.dumps({"read": opened, "error": str(error)}))
+
+
+def files_of(folder):
+    return {path.parent.name: path.read_bytes() for path in sorted(folder.glob("*/tokens.bin"))}
+
+
+def losses_of(folder):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [[row["step"], row["loss"], row.get("held_out_loss") or 0.0] for row in rows]
+
+
 @pytest.mark.slow
-def test_a_run_resumes_with_the_batches_of_its_steps(tmp_path):
-    pytest.importorskip("grain")
+def test_two_processes_train_what_one_does_and_go_on_with_its_run(tmp_path):
+    data = write_data(tmp_path / "data")
+    group, alone = tmp_path / "group", tmp_path / "alone"
+    pretrained(HALF, data, group / "begun", "data=1")
+    shutil.copytree(group / "begun", alone / "half")
+    group_of_two = started_group("tests.training.data.test_packing", data, group)
+    pretrained(RECIPE, data, alone / "whole", "data=1")
+    told = [told_by(process) for process in group_of_two]
+    # Each file is read by one of them.
+    assert [each["read"] for each in told] == [["0.txt", "2.txt"], ["1.txt", "chats.jsonl"]]
+    assert all("process 0: " in each["error"] and "bad.jsonl" in each["error"] for each in told)
+    whole = losses_of(alone / "whole")
+    np.testing.assert_allclose(losses_of(group / "half"), whole[:2], rtol=1e-4)
+    np.testing.assert_allclose(losses_of(group / "begun"), whole, rtol=1e-4)
+    pretrained(RECIPE, data, group / "half", "data=1")
+    np.testing.assert_allclose(losses_of(group / "half"), whole, rtol=1e-4)
+    assert len(files_of(group / "half" / "tokens")) == 2
+    assert files_of(group / "half" / "tokens") == files_of(alone / "half" / "tokens")
+    one_file(data, alone)
+    assert files_of(group / "one") == files_of(alone / "one")
+    assert not list(group.glob("**/*.shard-*"))
 
-    def run(folder, steps):
-        batches = WindowBatches(DOCUMENTS, (), SMOKE.row_tokens, SMOKE.batch, SMOKE.seed)
-        trainer = trainer_of(SMOKE)
-        trainer.settings = dataclasses.replace(SMOKE, steps=steps)
-        return loop.train(
-            trainer, batches.batch_at, held_out_of(SMOKE), tmp_path / folder, lambda progress: None
-        )
 
-    run("stopped", 4)
-    assert_same_bits(run("whole", 6), run("stopped", 6))
-
-
-def test_what_is_missing_is_said(monkeypatch):
-    with pytest.raises(ConfigError, match="no source has 65 tokens"):
-        WindowBatches(TWO, MIXTURE, 64, 1, 0)
-    monkeypatch.setitem(sys.modules, "grain", None)
-    with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[data\]'"):
-        WindowBatches(TWO, MIXTURE, T, 1, 0).row(0)
+@pytest.mark.parametrize("own", [(0, 2), (1,)])
+def test_rows_of_other_processes_are_not_read(own):
+    whole, part = (PackedBatches(RAGGED, (), 16, 3, 1, rows) for rows in (None, own))
+    others = [row for row in range(3) if row not in own]
+    pairs = [(part.batch_at(step), whole.batch_at(step)) for step in range(5)]
+    held_out = (evaluation_batches(RAGGED, 16, 3, own=rows) for rows in (own, None))
+    for found, wanted in [*pairs, *zip(*held_out, strict=True)]:
+        for one, other in zip(dataclasses.astuple(found), dataclasses.astuple(wanted), strict=True):
+            np.testing.assert_array_equal(one[list(own)], other[list(own)])
+            assert not one[others].any()
+    np.testing.assert_array_equal(part.batch_at(4, whole=True).tokens, whole.batch_at(4).tokens)

@@ -3,9 +3,8 @@
 import jax
 import numpy as np
 
-from jaxllm.training.seq2seq.job import PairSource, Seq2SeqRecipe, init_seq2seq
 from jaxllm.training.seq2seq.pairs import PairRows, read_pairs
-from jaxllm.training.seq2seq.run import pair_tokenizer, write_seq2seq
+from jaxllm.training.seq2seq.run import PairSource, Seq2SeqRecipe, init_seq2seq, pair_tokenizer, write_seq2seq
 
 _SHARED = {
     "is_encoder_decoder": True, "vocab_size": 300, "d_model": 16, "d_kv": 8, "num_heads": 2, "d_ff": 24,
@@ -34,10 +33,15 @@ def tiny_recipe(model=T5, **changes):
 WORDS = ["nought", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 
 
+def spoken(number):
+    """The digits of a number in words."""
+    return " ".join(WORDS[int(digit)] for digit in str(number))
+
+
 def write_pairs(folder):
     """Writes 60 numbers into one.txt, and their digits in words into two.txt; returns the folder."""
     numbers = [str(n) for n in range(100, 160)]
-    words = [" ".join(WORDS[int(digit)] for digit in number) for number in numbers]
+    words = [spoken(number) for number in numbers]
     for name, lines in (("one", numbers), ("two", words)):
         (folder / f"{name}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return folder

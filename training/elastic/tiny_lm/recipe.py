@@ -8,7 +8,7 @@ from jaxllm.elastic.ladder import LEVELS
 from jaxllm.elastic.slo import PROMPT_RATIOS
 from jaxllm.errors import ConfigError
 from jaxllm.models.encoder.config import EncoderConfig
-from jaxllm.options import check_options, option
+from jaxllm.options import option
 from jaxllm.tasks import find_task
 from jaxllm.training.settings import Recipe, TrainSettings
 
@@ -53,7 +53,7 @@ class TinyLmRecipe(Recipe):
     used_questions: int = option(
         0,
         "Most questions of each task from which the score head learns the words that the elastic model uses "
-        "(see `word_labels`); 0 for none.",
+        "(see `labels`); 0 for none.",
         low=0,
     )
     used_weight: float = option(
@@ -67,7 +67,7 @@ class TinyLmRecipe(Recipe):
     )
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if self.score.row_tokens != self.decide.row_tokens:
             raise ConfigError(
                 f"both heads read the same rows: row_tokens of score ({self.score.row_tokens}) and of decide "

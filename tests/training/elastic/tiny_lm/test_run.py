@@ -25,20 +25,28 @@ from jaxllm.serving.elastic.tiny_lm import TinyPlanner
 from jaxllm.tasks.example import TaskExample
 from jaxllm.text.droppable import prompt_tokens
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.training.elastic.tiny_lm.batches import TOLD_SLOS, DecisionRows, ScoreRows, score_rows
-from jaxllm.training.elastic.tiny_lm.keep_labels import Compression, align
+from jaxllm.training.elastic.tiny_lm.labels import Answers, ElasticModel, Question
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
+from jaxllm.training.elastic.tiny_lm.rows import (
+    MARKED_SLOS,
+    DecisionRows,
+    ScoreRows,
+    align,
+    score_rows,
+)
 from jaxllm.training.elastic.tiny_lm.run import (
+    Start,
+    TinyLmSources,
     answer_metrics,
+    decide_job,
     decision_metrics,
     decision_rows,
     decisions,
     keep_metrics,
     keep_scores,
+    score_job,
     train_tiny_lm,
 )
-from jaxllm.training.elastic.tiny_lm.self_labels import Answers, ElasticModel, Question
-from jaxllm.training.elastic.tiny_lm.start import Start, TinyLmSources, decide_job, score_job
 from jaxllm.training.loop.parallel import make_mesh
 from jaxllm.training.loop.trainer import Trainer, train
 from tests.models.encoder.tiny import write_encoder
@@ -79,10 +87,10 @@ def test_the_decision_head_learns_what_marks_say_and_moves_nothing_else(tmp_path
     start = Start.of(recipe, TOKENIZER)
     draw = np.random.default_rng(0)
     read = draw.integers(0, 200, (40, 8)).astype(np.int32), np.ones((40, 8), bool)
-    ttft, tpot = np.array([marks_of(slo) for slo in TOLD_SLOS]).T
+    ttft, tpot = np.array([marks_of(slo) for slo in MARKED_SLOS]).T
     rule = np.stack([tpot - 9 >= 4, np.clip(ttft // 3, 0, 2)], axis=-1).astype(np.int32)
     labels = np.broadcast_to(rule, (40, *rule.shape))
-    rows = DecisionRows(*read, labels, TOLD_SLOS, start.mark_ids, settings.batch, 0)
+    rows = DecisionRows(*read, labels, MARKED_SLOS, start.mark_ids, settings.batch, 0)
     other = dataclasses.replace(rows, tokens=read[0][:3, ::-1], mask=read[1][:3], labels=labels[:3])
     trained = {name: value for name, value in start.params.items() if not name.startswith("decide.")}
     job = decide_job(start, trained, settings)
@@ -137,13 +145,10 @@ def test_metrics_of_decisions_and_what_they_are_worth_by_hand():
     assert worth["<20,50>"] == {"decided": 0.5, "default": 0.0, "best": 0.5}
 
 
-# Rows
-
-
 def test_rows_label_the_texts_words_and_nothing_else():
     start = Start.of(TLM_RECIPE, TOKENIZER)
     reader = start.reader(24)
-    (text,) = [align(Compression("ab kc d ke kf gh ki", "kc ke kf ki"))]
+    (text,) = [align("ab kc d ke kf gh ki", "kc ke kf ki")]
     rows = score_rows([[], [text]], TOKENIZER, reader, ("Hm?",), 0)
     # Longer than a row: in two, each with room for marks.
     assert rows.tokens.shape == (2, 24)
@@ -175,17 +180,13 @@ def test_batches_take_every_row_once_an_epoch_and_follow_from_the_step():
     assert sum(batch.weights.sum() for batch in held_out) == rows.weights.sum()
     assert {len(batch.tokens) for batch in held_out} == {7}
 
-
-def test_versions_of_a_text_never_share_a_row_and_a_text_may_stand_in_a_marker():
+    # Versions of a text never share a row, and a text may stand in a marker.
     reader = Start.of(TLM_RECIPE, TOKENIZER).reader(48)
-    texts = [align(Compression("ka ba ma", "ka")), align(Compression("ka ba ma", "ka ba"))] * 3
+    texts = [align("ka ba ma", "ka"), align("ka ba ma", "ka ba")] * 3
     assert len(score_rows([texts], TOKENIZER, reader, (), 0).tokens) == 6
     for text in ("t", "a", "user"):
-        rows = score_rows([[align(Compression(text, text))]], TOKENIZER, reader, (f"{text} is", ""), 0)
+        rows = score_rows([[align(text, text)]], TOKENIZER, reader, (f"{text} is", ""), 0)
         assert TOKENIZER.decode(rows.tokens[rows.weights > 0].tolist()) == text
-
-
-# A whole run
 
 
 @functools.cache
@@ -206,8 +207,6 @@ def test_a_run_resumes_to_the_same_bits_and_ends_in_a_bundle(data, tmp_path, mon
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert summary["parameters"] == sum(value.size for value in whole.params.values())
     assert {"shortened", "used", "best_step"} <= summary["score"].keys()
-    assert {"accuracy", "f1", "majority"} <= summary["score"]["used"].keys()
-    assert {"accuracy", "model_accuracy", "accuracy_by_slo"} <= summary["decide"].keys()
     assert list(summary["answers"]["right_by_level"]) == ["50", "100"]
     assert len(summary["decide"]["answered_right"]) == len(SLOS)
 
@@ -242,7 +241,7 @@ def stop(*_, **__):
     raise KeyboardInterrupt
 
 
-def test_sources_that_are_refused(tmp_path):
+def test_sources_and_starts_that_are_refused(tmp_path):
     """Whatever a run takes and lacks is said before it begins."""
     data = write_data(tmp_path)
     (data / "long.jsonl").write_text('{"text": "ka ma", "summaries": []}\n')
@@ -262,9 +261,16 @@ def test_sources_that_are_refused(tmp_path):
         TinyLmSources.read(TLM_RECIPE, data, TOKENIZER, 128, data / "nowhere")
     with pytest.raises(ConfigError, match=r"lacks \[30\]"):
         run(tmp_path, data, dataclasses.replace(TLM_RECIPE, levels=(30, 100)))
-
-
-# What it starts from
+    few = dataclasses.replace(
+        ENCODER, vocab_size=VOCAB_SIZE - 1, norm="no_norm", bottleneck_size=8, share_bottleneck=True
+    )
+    write_encoder(tmp_path, few, init_values(encoder_shapes(few), jax.random.key(3)))
+    write_tokenizer(tmp_path, tiny_tokenizer(chat=False))
+    with pytest.raises(ConfigError, match=f"the encoder only {VOCAB_SIZE - 1}"):
+        Start.of(TLM_RECIPE, TOKENIZER, tmp_path)
+    long = dataclasses.replace(HEAD, row_tokens=49)
+    with pytest.raises(ConfigError, match=r"row_tokens \(49\)"):
+        Start.of(dataclasses.replace(TLM_RECIPE, score=long, decide=long), TOKENIZER)
 
 
 def test_a_trained_encoder_is_under_both_heads(tmp_path):
@@ -325,17 +331,3 @@ def test_the_encoder_has_a_row_for_every_token_of_the_model():
     assert start.cfg.encoder.vocab_size == vocab_size + len(marks())
     assert start.params["embed.tokens"].shape[0] == vocab_size + len(marks())
     assert start.mark_ids[0] == vocab_size
-
-
-def test_starts_that_are_refused(tmp_path):
-    few = dataclasses.replace(ENCODER, vocab_size=VOCAB_SIZE - 1, norm="no_norm")
-    few = dataclasses.replace(few, bottleneck_size=8, share_bottleneck=True)
-    write_encoder(tmp_path, few, init_values(encoder_shapes(few), jax.random.key(3)))
-    write_tokenizer(tmp_path, tiny_tokenizer(chat=False))
-    long = dataclasses.replace(HEAD, row_tokens=49)
-    for change, where, message in (
-        ({}, [tmp_path], f"the encoder only {VOCAB_SIZE - 1}"),
-        ({"score": long, "decide": long}, [], r"row_tokens \(49\)"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            Start.of(dataclasses.replace(TLM_RECIPE, **change), TOKENIZER, *where)

@@ -16,25 +16,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxllm.bundle.levels import Recovery
-from jaxllm.elastic.compression import keep_tokens
+from jaxllm.elastic.compression import NO_WORD, keep_tokens
 from jaxllm.elastic.ladder import Ladder, sub_config, sub_model
 from jaxllm.elastic.slo import SLOS, Slo, feasible, nominal_cost
 from jaxllm.errors import ConfigError
 from jaxllm.models import decoder
 from jaxllm.models.lora import LoraConfig, adapt, init_adapter
 from jaxllm.tasks.example import TaskExample
-from jaxllm.tasks.questions import Question
+from jaxllm.tasks.questions import Question, branching
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.training.elastic.tiny_lm import self_labels
-from jaxllm.training.elastic.tiny_lm.self_labels import (
+from jaxllm.training.elastic.tiny_lm import labels
+from jaxllm.training.elastic.tiny_lm.labels import (
     Answers,
     ElasticModel,
     answer,
     kept_answers,
     lightest,
+    question_score_rows,
     questions_digest,
-    read_questions,
+    token_support,
 )
+from jaxllm.training.elastic.tiny_lm.rows import (
+    KeptWords,
+    align,
+    read_compressions,
+    split_rows,
+    well_aligned,
+)
+from jaxllm.training.elastic.tiny_lm.run import Start
 from tests.tiny import TINY, random_params, tiny_tokenizer
 from tests.training.tiny_runs import TLM_RECIPE
 
@@ -61,10 +70,8 @@ def test_labels_by_hand():
     assert label(table((100, 0.4), (50, 1.0)), ALL) == (100, 0.4)
     # Equally light, 20 % each: the smaller level.
     assert label(table((20, 1.0), (50, 0.4)), ALL) == (20, 1.0)
-    assert label(table((20, 1.0), (100, 1.0)), HALF) == (20, 1.0)
     # What is right does not meet the SLO: the largest level that does, with its longest prompt.
     assert label(table((100, 0.4)), HALF) == (50, 0.4)
-    assert label(table(), ALL) == (100, 1.0)
     assert label(table(), Slo(ttft=0.3, tpot=1)) == (50, 0.4)
     # Nothing meets it.
     assert label(everything, TIGHT) == (20, 0.4)
@@ -103,12 +110,9 @@ TOKENIZER = Tokenizer(tiny_tokenizer())
 @functools.cache
 def model():
     params = {name: value * np.float32(0.3) for name, value in random_params(CFG).items()}
-    draw = np.random.default_rng(1)
-    adapter = init_adapter(sub_config(CFG, LADDER, 50), LoraConfig(rank=2), jax.random.key(0))
-    moved = {
-        name: draw.normal(size=value.shape).astype(np.float32) * np.float32(0.3)
-        for name, value in adapter.items()
-    }
+    draw, part = np.random.default_rng(1), sub_config(CFG, LADDER, 50)
+    shapes = init_adapter(part, LoraConfig(rank=2), jax.random.key(0)).items()
+    moved = {name: draw.normal(0, 0.3, value.shape).astype(np.float32) for name, value in shapes}
     return ElasticModel(
         cfg=CFG, params=jax.tree.map(jnp.asarray, params), ladder=LADDER, tokenizer=TOKENIZER,
         recoveries={50: Recovery(moved, 0.7)},
@@ -153,11 +157,8 @@ def test_answers_are_those_of_one_sequence_at_a_time():
     ]
     questions = [Question.read(TOKENIZER, each, per_byte=each is examples[1]) for each in examples]
     scores = [draw.random(len(question.prompt.ids)) for question in questions]
-    seen, ratios = [], (0.3, 0.6, 1.0)
-    answers = answer(
-        model(), questions, scores, levels=(50, 100), prompt_ratios=ratios, row_tokens=(64,),
-        on_answered=lambda *call: seen.append(call),
-    )  # fmt: skip
+    ratios = (0.3, 0.6, 1.0)
+    answers = answer(model(), questions, scores, levels=(50, 100), prompt_ratios=ratios)
     assert answers.correct.shape == (6, 2, 3)
     for number, (question, each) in enumerate(zip(questions, scores, strict=True)):
         for place, ratio in enumerate(ratios):
@@ -168,20 +169,15 @@ def test_answers_are_those_of_one_sequence_at_a_time():
     assert answers.correct.any()
     assert not np.array_equal(answers.correct[:, 0], answers.correct[:, 1])
     assert not np.array_equal(answers.correct[..., 0], answers.correct[..., 2])
-    assert {call[0] for call in seen} == {50, 100}
-    assert seen[-1][1] == seen[-1][2]
 
 
 def test_questions_that_are_refused():
     with pytest.raises(ConfigError, match="without options"):
         Question.read(TOKENIZER, TaskExample(user="a", answer="b"))
-    example = TaskExample(user="a" * 60, answer="b", options=("b",))
-    question = Question.read(TOKENIZER, example)
+    asked = Question.read(TOKENIZER, TaskExample(user="a" * 60, answer="b", options=("b",)))
+    short = dataclasses.replace(model(), cfg=dataclasses.replace(CFG, window_tokens=32))
     with pytest.raises(ConfigError, match="the model reads 32"):
-        answer(
-            model(), [question], [np.ones(len(question.prompt.ids))], levels=(100,), prompt_ratios=(1.0,),
-            row_tokens=(32,),
-        )  # fmt: skip
+        answer(short, [asked], [np.ones(len(asked.prompt.ids))], levels=(100,), prompt_ratios=(1.0,))
 
 
 def test_the_token_that_options_are_scored_from_stays():
@@ -194,7 +190,7 @@ def test_the_token_that_options_are_scored_from_stays():
     question = Question.read(other.tokenizer, TaskExample(user="a b", answer="c", options=("c", "d")))
     np.testing.assert_array_equal(question.prompt.forced, [True, False, False, False])
     likely = np.array([1.0, 0.9, 0.1, 0.1])
-    answers = answer(other, [question], [likely], levels=(100,), prompt_ratios=(0.5, 1.0), row_tokens=(64,))
+    answers = answer(other, [question], [likely], levels=(100,), prompt_ratios=(0.5, 1.0))
     # The begin token, and the word `b` with its space.
     np.testing.assert_allclose(answers.shares, [[0.75, 1.0]])
 
@@ -203,16 +199,8 @@ def question(text: str, **example: Any) -> Any:
     return SimpleNamespace(prompt=SimpleNamespace(text=text), example=TaskExample(**example))
 
 
-def test_other_questions_have_another_digest():
-    choice = question("one two", user="It's one.", answer="a", options=("a", "b"), system='Say "a".')
-    free = question("three", user="three", answer="c", references=("c", "d"), form="text")
-    assert questions_digest([choice, free]) == "cba62876010e4517fb09fc0fe734d8a9"
-    others = [question("three", user="three", answer="c", references=("c",), form="text")]
-    assert len({questions_digest(each) for each in ([choice], [free], [free, choice], others)}) == 4
-
-
 def test_answers_are_kept_shard_by_shard(tmp_path, monkeypatch):
-    monkeypatch.setattr(self_labels, "SHARD_QUESTIONS", 4)
+    monkeypatch.setattr(labels, "SHARD_QUESTIONS", 4)
     asked = [question(str(n), user=str(n), answer="a", options=("a", "b")) for n in range(10)]
     scores = [np.full(3, n, np.float32) for n in range(10)]
     made: list[list[str]] = []
@@ -224,26 +212,205 @@ def test_answers_are_kept_shard_by_shard(tmp_path, monkeypatch):
         values = np.array([int(each.prompt.text) for each in some])
         return Answers(values[:, None, None] % np.array([[[2, 3]]]) == 0, np.stack(own)[:, :2].astype(float))
 
-    path, told = tmp_path / "answers", []
+    path, seen = tmp_path / "answers", []
     with pytest.raises(KeyboardInterrupt):
         kept_answers(path, asked, scores, make)
     assert sorted(each.name for each in (tmp_path / "answers").iterdir()) == ["0.npz", "4.npz"]
     first, made[:] = list(made), []
-    found = kept_answers(path, asked, scores, make, lambda *call: told.append(call))
+    found = kept_answers(path, asked, scores, make, lambda *call: seen.append(call))
     assert first + made == [list("0123"), list("4567"), list("89")]
-    assert told == [(4, 10), (8, 10), (10, 10)]
+    assert seen == [(4, 10), (8, 10), (10, 10)]
     assert found.correct[:, 0].tolist() == [[n % 2 == 0, n % 3 == 0] for n in range(10)]
     np.testing.assert_array_equal(found.shares[:, 0], np.arange(10))
     again = kept_answers(path, asked, scores, lambda *_: pytest.fail("answered again"))
     np.testing.assert_array_equal(again.correct, found.correct)
+    # Other questions have another digest.
+    others = [question("0", user="0", answer="a", options=options) for options in (("a", "b"), ("a", "c"))]
+    assert len({questions_digest(each) for each in (others, others[:1], others[1:], others[::-1])}) == 4
 
 
-def test_questions_of_a_file_stand_beside_those_of_tasks(data, tmp_path):
-    path = tmp_path / "mine.jsonl"
-    records = [{"question": f"Is {n} odd?", "options": ["yes", "no"], "answer": n % 2} for n in range(40)]
-    path.write_text("\n".join(map(json.dumps, records)))
-    recipe = dataclasses.replace(TLM_RECIPE, tasks=("sentiment", str(path)))
-    found = read_questions(recipe, data, Tokenizer(tiny_tokenizer()), 128)
-    own = [each for each in found.all if "odd?" in each.example.user]
-    assert len(own) == max(recipe.questions, recipe.used_questions)
-    assert len(found.all) == 2 * len(own)
+# The support of words for an answer: against differences of losses, and labels by hand.
+
+
+# Its head is a table of its own, so that a token's embedding can be changed by itself.
+UNTIED = dataclasses.replace(TINY, layers=1, attention_windows=(), tied_head=False)
+
+
+@functools.cache
+def untied():
+    params = {name: jnp.asarray(value) * np.float32(0.3) for name, value in random_params(UNTIED).items()}
+    return ElasticModel(cfg=UNTIED, params=params, ladder=Ladder(levels=(100,)), tokenizer=TOKENIZER)
+
+
+def is_it(user):
+    return Question.read(
+        TOKENIZER, TaskExample(system="Is it?", user=user, answer="yes", options=("not", "yes"))
+    )
+
+
+@pytest.mark.slow
+def test_support_adds_up_to_what_all_words_change():
+    """Completeness (arXiv 1703.01365, proposition 1)."""
+    asked = [is_it(user) for user in ("he is well", "a hill of them " * 8)]
+    seen = []
+    found = token_support(untied(), asked, steps=64, on_measured=lambda *call: seen.append(call))
+    assert seen[-1] == (2, 2)
+    table = untied().params["embed.tokens"]
+    for each, support in zip(asked, found, strict=True):
+        assert support.shape == each.prompt.ids.shape
+        assert not support[each.prompt.forced].any()
+        both = branching(TOKENIZER, each.example)
+        ids = jnp.array([*both.trunk, *both.branches[1]])
+        free = jnp.append(~each.prompt.forced[: len(both.trunk)], jnp.zeros(len(both.branches[1]), bool))
+        whole, without = (
+            loss(jnp.where(chosen[:, None], table.mean(0), table[ids]), ids, len(both.branches[1]))
+            for chosen in (jnp.zeros(len(ids), bool), free)
+        )
+        assert abs(without - whole) > 0.01
+        np.testing.assert_allclose(support.sum(), without - whole, rtol=0.01, atol=1e-4)
+
+
+def loss(embedded, ids, answer):
+    """Of the right answer, in nats, of tokens with these embeddings."""
+    places = jnp.arange(len(ids), dtype=jnp.int32)
+    hidden = decoder.forward_documents(
+        {**untied().params, "embed.tokens": embedded}, places[None], cfg=UNTIED
+    )
+    likely = np.asarray(
+        jax.nn.log_softmax(decoder.logits(untied().params, hidden, cfg=UNTIED)[0]), np.float64
+    )
+    scored = np.arange(len(ids) - answer, len(ids))
+    return -likely[scored - 1, np.asarray(ids)[scored]].sum()
+
+
+def test_words_are_labelled_by_what_they_say_beside_the_most():
+    asked = is_it("he is well again")
+    words, forced = asked.prompt.words, asked.prompt.forced
+    free = words[~forced & (words != NO_WORD)]
+    says = dict(zip(sorted(set(free.tolist())), (0.2, 0.8, -0.5, 0.4), strict=True))
+    # What must stay says most, and is no word to choose.
+    support = np.array([says.get(word, 5.0) for word in words.tolist()])
+    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(64)
+    rows = question_score_rows([asked], [support], reader, source=3, weight=2.0)
+    counted = rows.weights > 0
+    assert (rows.sources == 3).all()
+    assert set(rows.weights[counted].tolist()) == {2.0}
+    assert TOKENIZER.decode(rows.tokens[counted].tolist()).split() == ["he", "is", "well", "again"]
+    labels = dict(zip(says, (0.25, 1.0, 0.0, 0.5), strict=True))
+    np.testing.assert_allclose(rows.labels[counted], [labels[word] for word in free.tolist()], rtol=1e-6)
+    # Nothing that speaks for the answer: nothing to keep.
+    silent = question_score_rows([asked], [-np.abs(support)], reader, source=3)
+    assert (silent.weights > 0).sum() == counted.sum()
+    assert not silent.labels.any()
+
+
+def test_questions_that_teach_nothing_are_refused():
+    reader = Start.of(TLM_RECIPE, TOKENIZER).reader(64)
+    alone = is_it("well")
+    with pytest.raises(ConfigError, match="no question has words to choose from"):
+        question_score_rows([alone], [np.ones(len(alone.prompt.ids))], reader, source=0)
+    with pytest.raises(ConfigError, match="the model reads 32"):
+        token_support(
+            dataclasses.replace(untied(), cfg=dataclasses.replace(UNTIED, window_tokens=32)),
+            [is_it("a b " * 20)],
+        )
+    broken = {name: value * jnp.nan for name, value in untied().params.items()}
+    with pytest.raises(ConfigError, match="not finite"):
+        token_support(dataclasses.replace(untied(), params=broken), [alone])
+
+
+# Keep labels: alignments by hand, laws, what is left out, and the two kinds of files.
+NEWS = "Five people have been taken to hospital with minor injuries following a crash this morning."
+ALIGNED = [
+    (NEWS, "Five people taken to hospital following crash.", [0, 1, 4, 5, 6, 10, 12], 0, 0),
+    # Case, endings and marks play no role; a word that was made up is a variation.
+    ("He makes big plans, they stopped", "big plan stop everything", [2, 3, 5], 0.25, 0),
+    # The nearest place that is free: each of two words is found once, a third time is a gap.
+    ("the cat saw the dog", "the dog", [0, 4], 0, 0),
+    ("the cat saw it , the dog", "saw the dog", [0, 2, 6], 0, 0),
+    ("the cat saw the dog", "saw the dog", [2, 3, 4], 0, 0),
+    ("the cat saw the dog", "the the the", [0, 3], 0, 1 / 5),
+    # A step back is found, too.
+    ("a b c d", "c a", [0, 2], 0, 0),
+    # Marks that stand alone are labelled and not counted.
+    ("well , he left .", "he left , ' .", [1, 2, 3, 4], 0, 0),
+    # Nothing is found further away than the window.
+    (" ".join(f"w{i}x" for i in range(400)), "w0x w300x", [0], 0, 1 / 400),
+]
+
+
+@pytest.mark.parametrize(("text", "shorter", "kept", "variation", "gap"), ALIGNED)
+def test_alignments_by_hand(text, shorter, kept, variation, gap):
+    row = align(text, shorter)
+    assert np.flatnonzero(row.kept).tolist() == kept
+    assert (row.variation, row.gap) == (variation, pytest.approx(gap))
+
+
+SOME_WORDS = st.lists(st.sampled_from(["dog", "cat", "The", "runs", ",", "x1"]), min_size=1, max_size=20)
+
+
+@given(SOME_WORDS, st.lists(st.booleans(), min_size=20, max_size=20))
+def test_a_shorter_version_made_by_dropping_words_is_found_whole(words, chosen):
+    shorter = [word for word, each in zip(words, chosen, strict=False) if each]
+    row = align(" ".join(words), " ".join(shorter))
+    assert row.kept.sum() == len(shorter)
+    assert row.gap == pytest.approx(0)
+    assert row.variation == (0 if any(word != "," for word in shorter) else 1)
+    assert sorted(np.array(words)[row.kept]) == sorted(shorter)
+
+
+def row_of(text, variation=0.0, gap=0.0, kept=True):
+    return KeptWords(text, np.array([kept]), variation, gap)
+
+
+def test_bad_rows_are_left_out():
+    rows = [row_of(str(i), variation=i / 100) for i in range(20)]
+    assert well_aligned(rows) == rows[:19]
+    rows = [row_of(str(i), gap=i / 100) for i in range(10)]
+    assert well_aligned(rows) == rows[:9]
+    # Where all are alike, all stay, but for those of which nothing is kept.
+    rows = [row_of(str(i), variation=0.5, gap=0.5) for i in range(10)]
+    assert well_aligned([*rows, row_of("none", kept=False)]) == rows
+
+
+def test_copies_of_a_text_are_on_one_side():
+    rows = [row_of(f"text {i % 10}") for i in range(30)]
+    train, held_out = split_rows(rows, 0.2)
+    assert (len(train), len(held_out)) == (24, 6)
+    assert not {row.text for row in train} & {row.text for row in held_out}
+
+
+def test_files(tmp_path):
+    lines = tmp_path / "google.jsonl"
+    record = {"id": "http://a.b/c-test-12", "text": "a b c", "summaries": ["a b", "", "c"]}
+    lines.write_text(json.dumps(record))
+    assert list(read_compressions(lines)) == [("a b c", "a b"), ("a b c", "c")]
+    meetings = tmp_path / "meetings.json"
+    records = [
+        {"prompt": "x y", "compressed_prompt": "x"},
+        {"prompt_list": ["p q", "r"], "compressed_prompt_list": ["p", "r"], "prompt": "p q r"},
+        {"prompt_list": ["p q"], "compressed_prompt_list": ["p", "r"]},
+    ]
+    meetings.write_text(json.dumps(records))
+    assert list(read_compressions(meetings)) == [
+        ("x y", "x"), ("p q", "p"), ("r", "r"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.jsonl", {"id": "gigaword-test-0", "text": "a", "summaries": ["a"]}, "one to test with"),
+        ("x.jsonl", {"text": "a", "summaries": "a"}, "list of texts"),
+        ("meeting_test.json", [], "tests by its name"),
+        ("x.json", {}, "list of records"),
+        ("x.json", [{"prompt_list": "a", "compressed_prompt_list": []}], "must be a list of texts"),
+        ("x.json", [{"prompt_list": ["a"]}], "record 0 is no prompt"),
+    ],
+)
+def test_what_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=message):
+        list(read_compressions(tmp_path / name))
+    with pytest.raises(ConfigError, match="cannot read"):
+        list(read_compressions(tmp_path / "contest.jsonl"))

@@ -17,12 +17,18 @@ from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.int8_prefill.shadow import contracted_axes
-from jaxllm.quant import dequantize
+from jaxllm.models.decoder import forward_documents
+from jaxllm.models.parameters import Params
+from jaxllm.prepare import prepare
+from jaxllm.quant import dequantize, from_blocks
+from jaxllm.quant.blocks import BlockedArray
+from jaxllm.quant.parts import high_plane
 from jaxllm.text.tokenizer import Tokenizer
-from jaxllm.training.calibration import BundleOutput, PrefillRecipe
+from jaxllm.training.calibration import BundleOutput, NestedRecipe, PrefillRecipe, text_tokens
 from jaxllm.training.int8_prefill.prefill import _texts, calibrate_prefill
+from jaxllm.training.speculation.nested import calibrate_nested
 from tests.int8_prefill.calibrated import OUTLIERS, outlying
-from tests.tiny import write_tiny_bundle, write_tiny_folder
+from tests.tiny import TINY, random_params, tiny_params, write_tiny_bundle, write_tiny_folder
 
 RECIPE = PrefillRecipe(tokens=2048, row_tokens=64, shadow=ShadowRecipe(most_channels=0.06, pruned_share=0.5))
 
@@ -83,8 +89,6 @@ def test_the_command_for_an_elastic_bundle(text, tmp_path):
                 np.testing.assert_allclose(*floats, atol=most)
             else:
                 jax.tree.map(np.testing.assert_array_equal, weight, shared[name])
-    for wrong in (["--run", "x"], ["--max-loss", "1"], ["--max-loss", "0%"]):
-        assert CliRunner().invoke(cli, ["calibrate", "prefill", *args, *wrong]).exit_code == 2
 
 
 @pytest.mark.slow
@@ -131,7 +135,109 @@ def test_refusals(text, tmp_path):
     broken = dict(outlying())
     broken["layers.1.ffn_norm.scale"] = np.full_like(broken["layers.1.ffn_norm.scale"], 3e38)
     refused(write_tiny_bundle(tmp_path / "n.jaxllm", "int8", params=broken), ConfigError, "is not finite")
-    with pytest.raises(ConfigError, match="tokens must be a whole number of at least 2048"):
-        PrefillRecipe(tokens=5)
-    with pytest.raises(ConfigError, match="weight_scales must be one of channel, tensor"):
-        PrefillRecipe(weight_scales="row")
+
+
+# Nested weights calibrated on a text: a bundle of the same size, whose high planes are a better model.
+NESTED = NestedRecipe(tokens=2048, row_tokens=64)
+
+
+@pytest.fixture(scope="module")
+def made(text, tmp_path_factory):
+    """The folder, its bundle, the calibrated one, and what was found."""
+    folder = tmp_path_factory.mktemp("nested")
+    source = write_tiny_folder(folder / "hf")
+    prepare(source, folder / "plain.jaxllm", weights="int8-nested", name="hf")
+    facts = calibrate_nested(NESTED, source, BundleOutput(folder / "better.jaxllm"), texts=[text])
+    return source, folder / "plain.jaxllm", folder / "better.jaxllm", facts
+
+
+def planes(path) -> tuple[Params, Params]:
+    """Parameters of both planes, and of the high planes alone."""
+
+    def read(each, plane):
+        if isinstance(each, BlockedArray):
+            each = from_blocks(plane(each))
+        return jax.tree.map(jnp.array, each)
+
+    with Bundle.open(path) as bundle:
+        stored = {name: bundle.stored(name) for name in bundle.layout.tensors}
+        both, high = (
+            {name: read(each, plane) for name, each in stored.items()} for plane in (lambda x: x, high_plane)
+        )
+    return both, high
+
+
+def test_high_planes_are_nearer_to_the_floats(made, text):
+    """In the model's own outputs on the text, which no sum of the calibration sees."""
+    _, plain, better, facts = made
+    with Bundle.open(plain) as bundle:
+        tokens = jnp.array(text_tokens(bundle, 2048, [text]), jnp.int32).reshape(-1, 64)
+    exact = forward_documents(jax.tree.map(jnp.asarray, dict(tiny_params())), tokens, cfg=TINY)
+
+    def errors(path):
+        return [
+            float(jnp.mean(jnp.square(forward_documents(each, tokens, cfg=TINY) - exact)))
+            for each in planes(path)
+        ]
+
+    (both, high), (both_after, high_after) = errors(plain), errors(better)
+    assert high_after < 0.8 * high
+    assert both_after < both
+    assert facts["high_plane_error"] < facts["high_plane_error_held_out"] < 0.9
+    assert facts["tokens"] == 2048
+    assert 0.02 < facts["moved"] < 0.3
+
+
+def test_sizes_scales_and_the_rest_stay(made):
+    _, plain, better, _ = made
+    assert better.stat().st_size == plain.stat().st_size
+    with Bundle.open(plain) as before, Bundle.open(better) as after:
+        for name in before.layout.tensors:
+            old, new = before.stored(name), after.stored(name)
+            if isinstance(old, BlockedArray) and old.nested:
+                assert isinstance(new, BlockedArray)
+                np.testing.assert_array_equal(old.scale, new.scale)
+            else:
+                jax.tree.map(np.testing.assert_array_equal, old, new)
+
+
+def test_the_same_text_writes_the_same_bytes_and_a_bundle_stands_for_its_floats(made, text, tmp_path):
+    source, _, better, facts = made
+    out = BundleOutput(tmp_path / "m.jaxllm")
+    assert calibrate_nested(NESTED, source, out, texts=[text]) == facts
+    again, first = (planes(path)[0] for path in (tmp_path / "m.jaxllm", better))
+    jax.tree.map(np.testing.assert_array_equal, again, first)
+    plain = made[1]
+    facts = calibrate_nested(NESTED, plain, out, texts=[text])
+    assert facts["high_plane_error_held_out"] < 0.9
+    (before, _), (after, _) = planes(plain), planes(tmp_path / "m.jaxllm")
+    old, new = before["layers.1.ffn.down"], after["layers.1.ffn.down"]
+    assert np.abs(np.asarray(new.data, np.int16) - np.asarray(old.data, np.int16)).max() == 1
+
+
+def test_bad_input_is_told(made, text, tmp_path):
+    source = made[0]
+    out = BundleOutput(tmp_path / "out.jaxllm")
+    with pytest.raises(ConfigError, match="has int8 weights, of which nothing is nested"):
+        calibrate_nested(NESTED, write_tiny_bundle(tmp_path / "m.jaxllm", "int8"), out)
+    with pytest.raises(ConfigError, match="at least 128 tokens of text, got 64; give more"):
+        calibrate_nested(NestedRecipe(tokens=64), source, out, texts=[text])
+    assert not out.path.exists()
+
+    # Models that are not run so stay as they are.
+    experts = dataclasses.replace(TINY, experts=4, experts_per_token=2, expert_ffn_size=32)
+    mixture = {"cfg": experts, "params": random_params(experts)}
+    path = write_tiny_bundle(tmp_path / "experts.jaxllm", "int8-nested", **mixture)
+    with pytest.raises(ConfigError, match=r"others stay as they were prepared \(a mixture of experts"):
+        calibrate_nested(NESTED, path, out)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"qk_norm": True, "post_norms": True}, {"gated_ffn": False, "norm": "layer", "tied_head": True}],
+)
+def test_other_families(changes, text, tmp_path):
+    cfg = dataclasses.replace(TINY, **changes)
+    path = write_tiny_bundle(tmp_path / "m.jaxllm", "int8-nested", cfg=cfg, params=tiny_params(cfg))
+    facts = calibrate_nested(NESTED, path, BundleOutput(tmp_path / "out.jaxllm"), texts=[text])
+    assert max(facts["high_plane_error"], facts["high_plane_error_held_out"]) < 0.95

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: what is never replaced, and what killed writers leave."""
+"""Files and folders that are whole or absent; files that others made, of which only regular ones are read."""
 
 import gc
 import os
@@ -7,13 +7,16 @@ import socket
 import subprocess
 import sys
 import threading
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from jaxllm.errors import CheckpointError
 from jaxllm.files import atomic
 from jaxllm.files.atomic import atomic_file, atomic_folder
+from jaxllm.files.input_files import open_regular, read_bytes, read_json
 from tests.interrupting import Interrupt
 
 
@@ -60,35 +63,16 @@ def test_what_is_no_regular_file_is_never_replaced(
     with pytest.raises(FileExistsError, match=said), atomic_file(path):
         pytest.fail("nothing is written where nothing may be replaced")
     assert {each.name: each.lstat() for each in tmp_path.iterdir()} == before
-
-
-def test_what_became_no_regular_file_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    path = tmp_path / "out"
-
-    def write_late() -> None:
-        with atomic_file(path) as file:
-            file.write(b"new")
-            os.mkfifo(path)
-
-    with pytest.raises(FileExistsError, match="a pipe"):
-        write_late()
-    assert list(tmp_path.iterdir()) == [path]
-    assert path.is_fifo()
-
-
-def test_a_dash_is_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
     with pytest.raises(FileExistsError, match="name a file"), atomic_file(Path("-")):
         pass
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_folder_may_be_a_link(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    with atomic_file(tmp_path / "link" / "out") as file:
+    # Nor what became so meanwhile; a folder may be a link.
+    late = tmp_path / "late"
+    with pytest.raises(FileExistsError, match=said), atomic_file(late):
+        make(late)
+    (tmp_path / "folder").symlink_to(tmp_path)
+    with atomic_file(tmp_path / "folder" / "file") as file:
         file.write(b"x")
-    assert (tmp_path / "real" / "out").read_bytes() == b"x"
+    assert (tmp_path / "file").read_bytes() == b"x"
 
 
 WRITER = """
@@ -173,17 +157,6 @@ def test_files_are_written_where_there_are_no_locks(tmp_path: Path, monkeypatch:
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_a_folder_that_fails_vanishes(tmp_path: Path) -> None:
-    def fail() -> None:
-        with atomic_folder(tmp_path / "out") as folder:
-            (folder / "part").write_bytes(b"half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fail()
-    assert os.listdir(tmp_path) == []
-
-
 # Where an interrupt hits the very end of a `with`, the file is closed when it is collected, which warns.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -207,3 +180,59 @@ def test_an_interrupt_at_any_line_leaves_the_old_or_the_new_and_nothing_beside_i
         gc.collect()
         assert os.listdir(path.parent) in ([], ["out"]), at
     gc.unfreeze()
+
+
+def test_a_file_beyond_its_limit_is_refused_unread(tmp_path: Path):
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(OSError, match="larger than 100 bytes"):
+        read_bytes(tmp_path / "sparse", 100)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_the_limit_holds_where_the_file_system_says_that_a_file_is_empty():
+    assert Path("/proc/self/status").stat().st_size == 0
+    with pytest.raises(OSError, match="larger than 10 bytes"):
+        read_bytes(Path("/proc/self/status"), 10)
+
+
+def test_a_limit_takes_no_memory(tmp_path: Path):
+    (tmp_path / "file").write_bytes(b"content")
+    (tmp_path / "a").symlink_to(tmp_path / "file")
+    tracemalloc.start()
+    try:
+        assert read_bytes(tmp_path / "a", 1 << 24) == b"content"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 18
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path(os.devnull)):
+        with pytest.raises(OSError, match="not a regular file"):
+            open_regular(path)
+    with pytest.raises(CheckpointError, match=r"pipe cannot be read \(a pipe or device.*; fetch it"):
+        read_json(tmp_path / "pipe", "fetch it")
+    with pytest.raises(CheckpointError, match="is missing; download it"):
+        read_json(tmp_path / "absent.json", "download it")
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[" * 200_000, "cannot be read as JSON"),
+        (b'{"a": ' + b"1" * 5000 + b"}", "cannot be read as JSON"),
+        (b"\xff", "cannot be read as JSON"),
+        (b"[1]", "holds a list, not a JSON object"),
+        (b'{"a": 1}' + b" " * 100_000, "larger than 100000 bytes"),
+    ],
+    ids=["deep", "long number", "no text", "list", "large"],
+)
+def test_json_that_is_no_object_is_refused_in_one_line(tmp_path: Path, content: bytes, reason: str):
+    path = tmp_path / "x.json"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=reason) as caught:
+        read_json(path, "write it again", limit_bytes=100_000 if "larger" in reason else 1 << 20)
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).endswith("; write it again")

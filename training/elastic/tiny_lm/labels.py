@@ -1,11 +1,18 @@
-"""Labels the tiny LM's decisions by an elastic model's own answers.
+"""Labels the tiny LM's decisions by an elastic model's own answers, and words by their support of right ones.
 
 Self-induced labelling (ELMS, arXiv 2409.09071, section 3.3): every sub-model answers a question with a
 right answer, with its prompt at every length. The label of a question under an SLO is the lightest choice
 that meets the SLO and still answers right; if none does, the SLO's default: the largest sub-model that
 meets it, with the longest prompt that does. `answer` finds the choices that answer right, `lightest` makes
-labels from them; `jaxllm.training.elastic.tiny_lm.run` trains on them. Questions come from tasks, and an
-elastic model's answers are stored on disk.
+labels from them. Questions come from tasks, and an elastic model's answers are stored on disk.
+
+Shortened texts show which words people keep without knowing the task. The words that an elastic model needs
+follow from the model itself, as its decisions do. Each token's contribution to the right answer's
+log-likelihood is found by integrated gradients (arXiv 1703.01365, equation 1): the embeddings of droppable
+words move together from the mean of all embeddings, which is uninformative, to their own, and each word has
+its share in the gain. That approximates leaving out one word after another at a fraction of the cost; a
+gradient at only the whole question does not, since a confident answer hardly changes with any one word. The
+label of a word is its support divided by the largest in its question.
 """
 
 import dataclasses
@@ -21,26 +28,29 @@ import numpy as np
 
 from jaxllm.bundle.levels import Recovery
 from jaxllm.config import ModelConfig
+from jaxllm.elastic.compression import NO_WORD, word_count, word_scores
 from jaxllm.elastic.ladder import Ladder, shared_sub_model, sub_config, sub_model
 from jaxllm.elastic.slo import Slo, feasible, nominal_cost
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import atomic_file
+from jaxllm.models import decoder
 from jaxllm.models.lora import adapt
 from jaxllm.models.parameters import Params
 from jaxllm.nn.documents import Branches
+from jaxllm.nn.linear import embed
 from jaxllm.steps.branching import Packed, cut, score_pieces
 from jaxllm.steps.model import score_branches
 from jaxllm.tasks import find_task
-from jaxllm.tasks.example import TaskExample, held_out, pseudo_random
-from jaxllm.tasks.questions import Question, shorten
+from jaxllm.tasks.example import held_out, pseudo_random
+from jaxllm.tasks.questions import Question, branching, shorten
+from jaxllm.tasks.tiny_reader import TinyReader
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRecipe
+from jaxllm.training.elastic.tiny_lm.rows import ScoreBatch, joined, labelled_rows
 
 # Two lengths of rows, so two compilations per level: most questions are short.
 SHORT_ROW_TOKENS = 256
 DISPATCH_TOKENS = 2048
-
-OnAnswered = Callable[[int, int, int], None]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -112,7 +122,10 @@ def lightest(
     right = (allowed & correct[:, None]).reshape(*allowed.shape[:2], -1)[..., order]
     found = np.stack(np.divmod(order[right.argmax(-1)], len(prompt_ratios)), axis=-1)
     answered = np.any(right, axis=-1, keepdims=True)
-    return np.where(answered, found, _default(allowed)).astype(np.int32)
+    # By default the largest level that is allowed, and its largest ratio.
+    level = _last(np.asarray(allowed.any(-1)))
+    ratio = _last(np.take_along_axis(allowed, level[..., None, None], axis=2)[:, :, 0])
+    return np.where(answered, found, np.stack([level, ratio], axis=-1)).astype(np.int32)
 
 
 def allowed_choices(
@@ -141,8 +154,6 @@ def answer(
     *,
     levels: Sequence[int],
     prompt_ratios: Sequence[float],
-    row_tokens: Sequence[int] = (),
-    on_answered: OnAnswered | None = None,
 ) -> Answers:
     """Lets every sub-model answer questions, with their prompts at every length.
 
@@ -154,15 +165,12 @@ def answer(
       scores: `[T]` for each question, scores that tokens of its prompt are kept by (see `keep_tokens`).
       levels: levels in percent.
       prompt_ratios: shares of the prompt, in (0, 1].
-      row_tokens: lengths of rows, ascending, one compilation for each and level; by default
-        `SHORT_ROW_TOKENS` and the model's window.
-      on_answered: callback for (level, tokens scored, number of tokens) after each dispatch.
 
     Raises:
-      ConfigError: a question does not fit the longest row, or the model lacks a level.
+      ConfigError: a question does not fit the model's window, or the model lacks a level.
     """
     window = model.cfg.window_tokens
-    lengths = tuple(row_tokens) or (*(each for each in (SHORT_ROW_TOKENS,) if each < window), window)
+    lengths = (SHORT_ROW_TOKENS, window) if window > SHORT_ROW_TOKENS else (window,)
     shortened = [
         shorten(model.tokenizer, question, each, prompt_ratios)
         for question, each in zip(questions, scores, strict=True)
@@ -173,25 +181,17 @@ def answer(
     ]
     asked = [each for _, each in keys]
     longest = max((each.longest_tokens for each in asked), default=0)
-    if longest > lengths[-1]:
-        raise ConfigError(f"a question has {longest} tokens with its answer, the model reads {lengths[-1]}")
+    if longest > window:
+        raise ConfigError(f"a question has {longest} tokens with its answer, the model reads {window}")
     pieces = cut(asked, lengths)
     rows = {length: max(1, DISPATCH_TOKENS // length) for length in pieces}
     correct = np.zeros((len(questions), len(levels), len(prompt_ratios)), bool)
     for place, level in enumerate(levels):
-        report = None if on_answered is None else functools.partial(on_answered, level)
-        likely = score_pieces(asked, pieces, rows, _dispatcher(model, level), report)
+        likely = score_pieces(asked, pieces, rows, _dispatcher(model, level))
         right = {key: questions[key[0]].is_right(each) for key, each in zip(keys, likely, strict=True)}
         for number, (prompts, _) in enumerate(shortened):
             correct[number, place] = [right[number, each] for each in prompts]
     return Answers(correct, np.array([shares for _, shares in shortened]).reshape(-1, len(prompt_ratios)))
-
-
-def _default(allowed: np.ndarray) -> np.ndarray:
-    """The largest level of `allowed` `[N, S, levels, prompt_ratios]`, and its largest ratio: `[N, S, 2]`."""
-    level = _last(np.asarray(allowed.any(-1)))
-    ratios = np.take_along_axis(allowed, level[..., None, None], axis=2)[:, :, 0]
-    return np.stack([level, _last(ratios)], axis=-1)
 
 
 def _last(flags: np.ndarray) -> np.ndarray:
@@ -275,7 +275,9 @@ def read_questions(recipe: TinyLmRecipe, data: Path, tokenizer: Tokenizer, windo
         wanted, taken = max(recipe.questions, recipe.used_questions), 0
         for example in examples:
             question = Question.read(tokenizer, example, per_byte=task.per_byte)
-            if _longest_tokens(tokenizer, question) <= window_tokens:
+            # An upper bound: a tokenizer may join question and option; the end of an answer is one more.
+            options = tokenizer.encode_many(example.options, add_special_tokens=False, special=False)
+            if len(question.prompt.ids) + max(map(len, options)) + 1 <= window_tokens:
                 questions.append(question)
                 numbers.append(taken)
                 taken += 1
@@ -297,7 +299,7 @@ def read_questions(recipe: TinyLmRecipe, data: Path, tokenizer: Tokenizer, windo
 
 def questions_digest(questions: Sequence[Question]) -> str:
     """A hexadecimal name for questions as a model reads them."""
-    return _digest(text.encode() for each in questions for text in (each.prompt.text, _as_text(each.example)))
+    return _digest(text.encode() for each in questions for text in (each.prompt.text, repr(each.example)))
 
 
 def kept_answers(
@@ -323,7 +325,8 @@ def kept_answers(
     parts = []
     for first in range(0, len(questions), SHARD_QUESTIONS):
         some = questions[first : first + SHARD_QUESTIONS], scores[first : first + SHARD_QUESTIONS]
-        path, key = folder / f"{first}.npz", _answers_key(*some)
+        rounded = (np.asarray(each, np.float32).round(4).tobytes() for each in some[1])
+        path, key = folder / f"{first}.npz", f"{questions_digest(some[0])} {_digest(rounded)}"
         parts.append(_kept(path, key, ("correct", "shares"), lambda some=some: vars(make(*some))))
         report(min(first + SHARD_QUESTIONS, len(questions)), len(questions))
     return Answers(*(np.concatenate([part[name] for part in parts]) for name in ("correct", "shares")))
@@ -337,7 +340,7 @@ def kept_support(
     Args:
       path: of the file.
       questions: those to measure.
-      make: measures (see `word_labels.token_support`).
+      make: measures (see `token_support`).
     """
     found = _kept(path, questions_digest(questions), ("tokens",), lambda: {"tokens": np.concatenate(make())})
     ends = np.cumsum([len(each.prompt.ids) for each in questions])
@@ -362,27 +365,168 @@ def _kept(
     return arrays
 
 
-def _answers_key(questions: Sequence[Question], scores: Sequence[np.ndarray]) -> str:
-    rounded = (np.asarray(each, np.float32).round(4).tobytes() for each in scores)
-    return f"{questions_digest(questions)} {_digest(rounded)}"
-
-
-def _longest_tokens(tokenizer: Tokenizer, question: Question) -> int:
-    # An upper bound: a tokenizer may join question and option; the end of an answer is one more.
-    options = (
-        tokenizer.encode(each, add_special_tokens=False, special=False) for each in question.example.options
-    )
-    return len(question.prompt.ids) + max(map(len, options)) + 1
-
-
-def _as_text(example: TaskExample) -> str:
-    """All of an example, field by field: the class may change, files of earlier runs must still be found."""
-    names = ("user", "answer", "system", "options", "references", "form")
-    return f"TaskExample({', '.join(f'{name}={getattr(example, name)!r}' for name in names)})"
-
-
 def _digest(parts: Iterable[bytes]) -> str:
     whole = hashlib.blake2b(digest_size=16)
     for part in parts:
         whole.update(len(part).to_bytes(8, "little") + part)
     return whole.hexdigest()
+
+
+_SHORTEST_ROW = 64
+# Number of points of the gradient; more hardly change the result.
+STEPS = 4
+
+
+def token_support(
+    model: ElasticModel,
+    questions: Sequence[Question],
+    *,
+    steps: int = STEPS,
+    on_measured: Callable[[int, int], None] = lambda done, total: None,
+) -> list[np.ndarray]:
+    """Measures how much each token of a question's prompt supports the whole model's right answer.
+
+    Args:
+      model: the elastic model.
+      questions: questions with options.
+      steps: number of points on the way from the mean embedding to the token's own.
+      on_measured: callback for (questions done, all questions) after each dispatch.
+
+    Returns:
+      `[T]` float32 for each question, in nats, below 0 for tokens against the answer, and 0 for those that
+      must stay. With enough steps their sum is the joint effect of all tokens.
+
+    Raises:
+      ConfigError: a question is longer than the model's window, or the model's loss is not finite.
+    """
+    asked = [_asked(model, question) for question in questions]
+    lengths = [_row_length(len(tokens), model.cfg.window_tokens) for tokens, _, _ in asked]
+    found: list[np.ndarray] = [np.zeros(0, np.float32)] * len(questions)
+    done = 0
+    for length in sorted(set(lengths)):
+        places = [place for place, own in enumerate(lengths) if own == length]
+        rows = max(1, DISPATCH_TOKENS // length)
+        for first in range(0, len(places), rows):
+            some = places[first : first + rows]
+            tokens, targets = np.zeros((2, rows, length), np.int32)
+            free, weights = np.zeros((rows, length), bool), np.zeros((rows, length), np.float32)
+            for row, (read, droppable, answer) in enumerate(asked[place] for place in some):
+                fed = len(read) - 1
+                tokens[row, :fed], targets[row, :fed] = read[:-1], read[1:]
+                free[row, :fed] = droppable[:-1]
+                weights[row, fed - answer : fed] = 1
+            inputs = tokens, targets, free, weights
+            support = np.asarray(_support(model.params, *inputs, cfg=model.cfg, steps=steps))
+            for place, row in zip(some, support, strict=False):
+                found[place] = row[: len(questions[place].prompt.ids)]
+            done += len(some)
+            on_measured(done, len(questions))
+    if not all(np.isfinite(each).all() for each in found):
+        raise ConfigError("the model's loss of right answers is not finite; its weights are broken")
+    return found
+
+
+def question_score_rows(
+    questions: Sequence[Question],
+    support: Sequence[np.ndarray],
+    reader: TinyReader,
+    *,
+    source: int,
+    weight: float = 1.0,
+) -> ScoreBatch:
+    """Makes rows of questions with words labelled by their support: 1 for the word that supports the answer
+    most, 0 for words without support or against it.
+
+    Args:
+      questions: N questions.
+      support: support of each question's tokens (see `token_support`).
+      reader: reader of rows.
+      source: number of these rows' source.
+      weight: weight of each label.
+
+    Raises:
+      ConfigError: no question has more than one droppable word.
+    """
+    parts = []
+    for question, each in zip(questions, support, strict=True):
+        prompt = reader.tokens(question.prompt)
+        wanted, known = _shares(question, each, word_count(prompt.text, prompt.boundaries))
+        counted = (prompt.words != NO_WORD) & ~prompt.forced
+        counted[counted] = known[prompt.words[counted]]
+        if not counted.any():
+            continue
+        labels, weights = np.where(counted, wanted[prompt.words], 0), np.float32(weight) * counted
+        parts.append(labelled_rows(prompt.ids, reader.row_tokens, labels, weights, source))
+    if not parts:
+        raise ConfigError("no question has words to choose from; the score head cannot learn from them")
+    return joined(*parts)
+
+
+def _shares(question: Question, support: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Each word's support divided by the largest, `[count]` float32 in [0, 1], and which words are
+    droppable."""
+    prompt = question.prompt
+    of_words = np.maximum(word_scores(support, prompt.words, count, missing=0.0), 0)
+    text = prompt.words != NO_WORD
+    known = np.zeros(count, bool)
+    known[prompt.words[text & ~prompt.forced]] = True
+    known[prompt.words[text & prompt.forced]] = False
+    if known.sum() < 2:
+        known[:] = False
+    most = max(of_words[known].max(initial=0), np.finfo(np.float32).tiny)
+    return np.where(known, of_words / most, 0).astype(np.float32), known
+
+
+def _asked(model: ElasticModel, question: Question) -> tuple[np.ndarray, np.ndarray, int]:
+    """A question with its right answer: `[T]` tokens, which are droppable, and the answer's length."""
+    both = branching(model.tokenizer, question.example)
+    answer = both.branches[question.example.options.index(question.example.answer)]
+    tokens, free = np.array([*both.trunk, *answer], np.int32), ~question.prompt.forced
+    # A tokenizer may join the prompt's end to an option's beginning: options are scored from before the join.
+    shared = min(len(both.trunk), len(free))
+    return tokens, np.append(free[:shared], np.zeros(len(tokens) - shared, bool)), len(answer)
+
+
+def _row_length(tokens: int, window: int) -> int:
+    """Returns the length of the shortest row for so many tokens: few lengths, so that there are few
+    compilations.
+
+    The last token is predicted and never an input, so a row needs one token less.
+    """
+    length = min(_SHORTEST_ROW, window)
+    while length < tokens - 1 and length < window:
+        length = min(2 * length, window)
+    if length < tokens - 1:
+        raise ConfigError(f"a question has {tokens - 1} tokens with its answer, the model reads {window}")
+    return length
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "steps"))
+def _support(
+    params: Params,
+    tokens: jax.Array,
+    targets: jax.Array,
+    free: jax.Array,
+    weights: jax.Array,
+    *,
+    cfg: ModelConfig,
+    steps: int,
+) -> jax.Array:
+    # Every position has an embedding row of its own, and so a gradient of its own.
+    dtype = jnp.dtype(jnp.float32)
+    embedded = embed(tokens.reshape(-1), params["embed.tokens"], dtype)
+    words = embed(jnp.arange(cfg.vocab_size, dtype=jnp.int32), params["embed.tokens"], dtype)
+    places = jnp.arange(tokens.size, dtype=jnp.int32).reshape(tokens.shape)
+    change = jnp.where(free.reshape(-1, 1), embedded - words.mean(0), 0)
+
+    def likely(embedded: jax.Array) -> jax.Array:
+        hidden = decoder.forward_documents({**params, "embed.tokens": embedded}, places, cfg=cfg)
+        logs = jax.nn.log_softmax(decoder.logits(params, hidden, cfg=cfg))
+        return jnp.sum(jnp.take_along_axis(logs, targets[..., None], -1)[..., 0] * weights)
+
+    def step(fraction: jax.Array) -> jax.Array:
+        return jax.grad(likely)(embedded - (np.float32(1) - fraction) * change)
+
+    fractions = (np.arange(steps, dtype=np.float32) + np.float32(0.5)) / np.float32(steps)
+    mean = jax.lax.map(step, jnp.asarray(fractions)).mean(0)
+    return (mean * change).sum(-1).reshape(tokens.shape)

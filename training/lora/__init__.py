@@ -1,1 +1,0 @@
-"""Trains low-rank adapters over frozen models."""
