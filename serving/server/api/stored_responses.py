@@ -99,7 +99,7 @@ class ResponseStore:
             self._run, self.close = database.run, database.close
         else:
             self._run, self.close = _in_memory()
-        if vault is not None and not vault.ledger.is_sealed:
+        if vault is not None and not vault.is_sealed:
             self._seal_plain()
 
     def __del__(self) -> None:
