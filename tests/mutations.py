@@ -67,7 +67,7 @@ MUTATIONS = (
         "tests/kv/test_cache.py",
     ),
     _mutation(
-        "codecs: the second plane of packed bits is shifted by a bit less", "jaxllm/contexts/coding.py",
+        "codecs: the second plane of packed bits is shifted by a bit less", "jaxllm/contexts/coded.py",
         "np.uint8(index * bits)", "np.uint8(index * bits - 1)", "tests/contexts/test_codecs.py",
     ),
     _mutation(

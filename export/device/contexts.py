@@ -33,9 +33,8 @@ from jaxllm.export.folder_format.signature import (
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.export.programs.runner import ProgramCache, ProgramRunner
 from jaxllm.models.features import require_decoder_alone, require_room
-from jaxllm.serving.contexts.chunks import ChunkAccess
 from jaxllm.serving.contexts.manager import Contexts
-from jaxllm.serving.contexts.memory import Stored
+from jaxllm.serving.contexts.memory import ChunkAccess, Stored
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.contexts.record import Origin, Record
 from jaxllm.serving.engine.engine import Engine

@@ -1,8 +1,8 @@
 """Encodes chunks of keys and values at 8, 4 and 2 bits, or raw, and decodes them.
 
 A chunk is C tokens of one layer: keys and values `[K, C, H]`. A codec encodes N chunks as blobs `[N,
-bytes]`. A blob has levels and scales, so that it can be stored and decoded separately. Quantization is
-linear and asymmetric: x ≈ `low + scale·level`, with one float16 `low` and `scale` per
+bytes]`. A blob has codes and scales, so that it can be stored and decoded separately. Quantization is
+linear and asymmetric: x ≈ `low + scale·code`, with one float16 `low` and `scale` per
 
 - `channel`: channel of a chunk, keys and values (LLMS, section 3.2);
 - `token`: token of a chunk, keys and values;
@@ -121,7 +121,7 @@ class Codec:
         # Imported here: devices that only run exported programs have no JAX.
         import jax.numpy as jnp
 
-        from jaxllm.contexts.coding import bytes_of, encode_part
+        from jaxllm.contexts.coded import bytes_of, encode_part
 
         _check_bits(bits)
         axes = Axes("encode", K=shape.heads, C=shape.tokens, H=shape.width)
@@ -142,7 +142,7 @@ class Codec:
         import jax
         import jax.numpy as jnp
 
-        from jaxllm.contexts.coding import decode_part
+        from jaxllm.contexts.coded import decode_part
 
         Axes("decode", bytes=self.blob_bytes(shape, bits)).check(np.uint8, "N bytes", blobs=blobs)
         if bits == RAW:
@@ -160,7 +160,7 @@ class Codec:
     def transformed(self, rows: "jax.Array") -> "jax.Array":
         """Keys or values in float32, Hadamard-transformed if `rotated`; the transform is its own inverse."""
         # Imported here: devices that only run exported programs have no JAX.
-        from jaxllm.contexts.coding import hadamard_transform
+        from jaxllm.contexts.coded import hadamard_transform
 
         wide = rows.astype(np.float32)
         return hadamard_transform(wide) if self.rotated else wide
@@ -216,7 +216,7 @@ class ChunkFormat:
             by = [_shared(shape, sharing) for sharing in (self.codec.keys, self.codec.values)]
             sizes = [size for each in by for size in (shape.values * bits // 8, *(2 * math.prod(each),) * 2)]
         parts = np.split(blobs, np.cumsum(sizes)[:-1], axis=1)
-        # Heads lead in every part: levels, lows, scales, of keys and of values.
+        # Heads lead in every part: codes, lows, scales, of keys and of values.
         return np.concatenate([part[:, : part.shape[1] // shape.heads * heads] for part in parts], axis=1)
 
 

@@ -87,7 +87,7 @@ def plan_restore(
     """Divides missing chunks for the earliest end of the restore.
 
     Args:
-      missing: chunk number -> bits, or `LOST`.
+      missing: chunk number -> bits, or `LOST`; at most as many are lost as the largest bucket recomputes.
       blob_bytes: bits -> bytes of one layer of a chunk.
       read_delay: delay of a read of one layer, by bytes.
       compute_delay: delay of recomputing one layer, by chunks of the bucket, or if `exact` by chunks.
@@ -95,14 +95,8 @@ def plan_restore(
       layers: number of layers of the model (L).
       exact: whether a bucket only computes the given chunks, else always its full number.
       beside_ms: additional time per layer during the restore, as for a prompt.
-
-    Raises:
-      ConfigError: more chunks are lost than the largest bucket can recompute.
     """
-    must = sum(bits == LOST for bits in missing.values())
-    most = max(buckets, default=0)
-    if must > most:
-        raise ConfigError(f"{must} chunks are lost, and at most {most} can be computed together")
+    must, most = sum(bits == LOST for bits in missing.values()), max(buckets, default=0)
     sizes = {chunk: blob_bytes.get(bits, 0) for chunk, bits in missing.items()}
     # In the order of recomputing: lost chunks, then those of most bytes; among equals the earliest, whose
     # tokens attend to the fewest positions.

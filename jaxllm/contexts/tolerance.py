@@ -17,6 +17,7 @@ width; the codec with the minimum cost in equal bytes, scales included, is chose
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
@@ -163,7 +164,16 @@ def allocate(
     bits = np.full(count, 2)
     bits[order[: wide[chosen] + middle[chosen]]] = 4
     bits[order[: wide[chosen]]] = 8
-    return bits if most is None else _under(bits, np.asarray(most), order, sizes, budget_bytes)
+    if most is not None:
+        bits = np.minimum(bits, most)
+        unused = budget_bytes - sum(sizes[int(each)] for each in bits)
+        for chunk in order:
+            for wider in sorted(sizes, reverse=True):
+                costs = sizes[wider] - sizes[int(bits[chunk])]
+                if 0 < costs <= unused and wider <= most[chunk]:
+                    bits[chunk], unused = wider, unused - costs
+                    break
+    return bits
 
 
 def kept_shares(errors: np.ndarray, sensitivity: np.ndarray) -> Mapping[int, float]:
@@ -173,7 +183,10 @@ def kept_shares(errors: np.ndarray, sensitivity: np.ndarray) -> Mapping[int, flo
       errors: `[L, 3, 2]` (see `ContextCalibration`).
       sensitivity: `[L, 2]`.
     """
-    weights = _weights(sensitivity)
+    total = float(sensitivity.sum(dtype=np.float64))
+    even = np.full(sensitivity.shape, 1 / sensitivity.size)
+    # Shares of sensitivities, even if nothing matters.
+    weights = even if total <= 0 else sensitivity.astype(np.float64) / total
     lost = np.minimum(1.0, np.einsum("lbp,lp->b", errors.astype(np.float64), weights))
     # Noise of the measurement must not make fewer bits look better.
     lost = np.maximum.accumulate(lost)
@@ -200,7 +213,20 @@ def choose(
     Raises:
       ConfigError: all candidates need more.
     """
-    lost = {each: _lost_at(own, each, sensitivity, shapes, ratio) for each, own in errors.items()}
+    lost = {}
+    for candidate, own in errors.items():
+        sized = [dataclasses.replace(shape, tokens=candidate.chunk_tokens) for shape in shapes]
+        form = ChunkFormat.named(candidate.codec, candidate.chunk_tokens)
+        reference = sum(shape.reference_bytes for shape in sized)
+        bytes_of = {bits: sum(form.sizes(shape)[bits] for shape in sized) / reference for bits in WIDTHS}
+        losses = {bits: 1 - share for bits, share in kept_shares(own, sensitivity).items()}
+        found = [losses[bits] for bits in WIDTHS if bytes_of[bits] <= ratio]
+        # Two widths, each for a share of the chunks.
+        for wide, narrow in itertools.product(WIDTHS, WIDTHS):
+            if bytes_of[narrow] < ratio < bytes_of[wide]:
+                share = (ratio - bytes_of[narrow]) / (bytes_of[wide] - bytes_of[narrow])
+                found.append(share * losses[wide] + (1 - share) * losses[narrow])
+        lost[candidate] = min(found, default=float("inf"))
     best = min(lost, key=lambda each: lost[each])
     if not np.isfinite(lost[best]):
         raise ConfigError(
@@ -208,48 +234,3 @@ def choose(
             "scales; raise it, or measure longer chunks, whose scales are shared by more tokens"
         )
     return best, lost
-
-
-def _under(
-    bits: np.ndarray, most: np.ndarray, order: np.ndarray, sizes: Mapping[int, int], budget_bytes: int
-) -> np.ndarray:
-    """Limits bits to `most`, and spends the saved bytes on the other chunks in `order`."""
-    bits = np.minimum(bits, most)
-    left = budget_bytes - sum(sizes[int(each)] for each in bits)
-    for chunk in order:
-        for wider in sorted(sizes, reverse=True):
-            costs = sizes[wider] - sizes[int(bits[chunk])]
-            if 0 < costs <= left and wider <= most[chunk]:
-                bits[chunk], left = wider, left - costs
-                break
-    return bits
-
-
-def _lost_at(
-    errors: np.ndarray,
-    candidate: Candidate,
-    sensitivity: np.ndarray,
-    shapes: Sequence[ChunkShape],
-    ratio: float,
-) -> float:
-    """The minimum lost share with two widths, each for a share of the chunks, within the ratio."""
-    own = [dataclasses.replace(shape, tokens=candidate.chunk_tokens) for shape in shapes]
-    form = ChunkFormat.named(candidate.codec, candidate.chunk_tokens)
-    reference = sum(shape.reference_bytes for shape in own)
-    bytes_of = {bits: sum(form.sizes(shape)[bits] for shape in own) / reference for bits in WIDTHS}
-    lost = {bits: 1 - share for bits, share in kept_shares(errors, sensitivity).items()}
-    found = [lost[bits] for bits in WIDTHS if bytes_of[bits] <= ratio]
-    for wide in WIDTHS:
-        for narrow in WIDTHS:
-            if bytes_of[narrow] < ratio < bytes_of[wide]:
-                share = (ratio - bytes_of[narrow]) / (bytes_of[wide] - bytes_of[narrow])
-                found.append(share * lost[wide] + (1 - share) * lost[narrow])
-    return min(found, default=float("inf"))
-
-
-def _weights(sensitivity: np.ndarray) -> np.ndarray:
-    """Shares of sensitivities, even if nothing matters."""
-    total = float(sensitivity.sum(dtype=np.float64))
-    if total <= 0:
-        return np.full(sensitivity.shape, 1 / sensitivity.size)
-    return sensitivity.astype(np.float64) / total

@@ -138,7 +138,7 @@ class Catalog:
     def next_use(self) -> int:
         """The number of the store's next use."""
         # Also above records in the ledger but not in the catalog: repeated numbers prove nothing.
-        known = 0 if self._vault is None else self._vault.ledger.most_used
+        known = 0 if self._vault is None else self._vault.most_used
         return min(MAX_USED, 1 + max([known, *(each.used for each in list(self.records.values()))]))
 
     def find_all(self) -> None:
@@ -196,14 +196,14 @@ class Catalog:
           BudgetExceeded, CheckpointError: it cannot be written.
           OSError: the ledger of an encrypted context cannot be written.
         """
-        folder, ledger = self.folder(record), None if self._vault is None else self._vault.ledger
+        folder, vault = self.folder(record), self._vault
         self._require_whole()
         body = encoded(record)
-        if self._vault is not None:
-            body = self._vault.new_seal(folder.parent.name).head(body, record.name)
-        if ledger is not None and flush:
-            ledger.expect(folder)
-        values = (record.name, folder.parent.name, int(self._vault is not None), body)
+        if vault is not None:
+            body = vault.new_seal(folder.parent.name).head(body, record.name)
+            if flush:
+                vault.expect(folder)
+        values = (record.name, folder.parent.name, int(vault is not None), body)
         self._database.run(
             "INSERT INTO contexts VALUES (?, ?, ?, ?, ?) ON CONFLICT (name) DO UPDATE SET "
             "sealed = excluded.sealed, record = excluded.record, checksum = excluded.checksum",
@@ -212,8 +212,8 @@ class Catalog:
         self.record_bytes[record.name] = len(body)
         if flush:
             self._database.flush()
-            if ledger is not None:
-                ledger.wrote(folder, record.used)
+            if vault is not None:
+                vault.wrote(folder, record.used)
         self.damage.pop(folder, None)
 
     def delete(self, record: Record) -> None:
@@ -351,7 +351,7 @@ class Catalog:
                 folder.parent.rmdir()
             sync(folder.parent if folder.parent.exists() else self.root)
             if self._vault is not None:
-                self._vault.ledger.forget(folder)
+                self._vault.forget(folder)
         self._database.run("DELETE FROM contexts WHERE name = ? AND record IS NULL", name)
         self.deleted.pop(name, None)
         self.record_bytes.pop(name, None)
@@ -421,7 +421,13 @@ class Catalog:
             if body is None:
                 self.deleted[name] = folder
                 return folder
-            record = self._opened(folder, sealed, body)
+            require_form(folder / layout.RECORD, self._vault, encrypted=bool(sealed))
+            plain = body
+            if self._vault is not None and sealed:
+                plain, _ = self._vault.opened_head(app, body, name)
+            record = decoded(plain, layout.app_of(app), name)
+            if self._vault is not None:
+                self._vault.require_newest(folder, record.used)
         except CheckpointError as error:
             if isinstance(error, KeyErased):
                 self.erased.add(folder)
@@ -431,21 +437,6 @@ class Catalog:
             self.record_bytes[name] = len(body)
             self.records.setdefault(name, record)
         return folder
-
-    def _opened(self, folder: Path, sealed: int, body: bytes) -> Record:
-        """The record of a row, decrypted.
-
-        Raises:
-          CheckpointError: the content has changed.
-          Unreadable: its key is missing.
-        """
-        require_form(folder / layout.RECORD, self._vault, encrypted=bool(sealed))
-        if sealed and self._vault is not None:
-            body, _ = self._vault.opened_head(folder.parent.name, body, folder.name)
-        record = decoded(body, layout.app_of(folder.parent.name), folder.name)
-        if self._vault is not None:
-            self._vault.ledger.require_newest(folder, record.used)
-        return record
 
     def _note(self, path: Path, app: str, name: str, error: CheckpointError) -> None:
         known = self.records.get(name)

@@ -98,7 +98,9 @@ class ContextCall(Lifecycle):
         try:
             self.finish(run)
         except JaxllmError as error:
-            self._contexts.pending_errors.note(self.record.name, error)
+            name = self.record.name
+            what = f"the last answer in the context {name} could not be kept when it was dropped"
+            self._contexts.note_error(name, what, error)
 
     def dropped(self, run: Run) -> None:
         """See `Lifecycle`."""
@@ -217,8 +219,10 @@ class Context:
             raise ConfigError("the prompt is empty; give it at least one token of text")
         base, sliding = record, None
         if slide:
-            base = self._slid(record, len(prompt))
-            sliding = Sliding(sink_tokens=engine.options.kv_chunk_tokens)
+            window, size = engine.options.context_tokens, engine.options.kv_chunk_tokens
+            sliding, most = Sliding(sink_tokens=size), max(0, window - len(prompt))
+            if len(record.tokens) > most:
+                base = slid_record(record, chunk_tokens=size, most=min(most, kept_tokens(window)))
         asked = TurnTokens.after(base, base.tokens, prompt, engine.tokenizer, engine.cfg)
         rows = PromptRows.joined((0, contexts.rows_before(record)), (len(base.tokens), rows))
         request = engine.request(
@@ -226,15 +230,6 @@ class Context:
         )
         call = self._call(contexts, record, base, most_tokens=len(request.prompt) + config.max_tokens)
         return Answer(engine.decoding(request), engine.tokenizer, request, lifecycle=call)
-
-    def _slid(self, record: Record, prompt_tokens: int) -> Record:
-        """The record after sliding, if the context and a prompt exceed the window."""
-        options = self._contexts.engine.options
-        room = max(0, options.context_tokens - prompt_tokens)
-        if len(record.tokens) <= room:
-            return record
-        most = min(room, kept_tokens(options.context_tokens))
-        return slid_record(record, chunk_tokens=options.kv_chunk_tokens, most=most)
 
     def pin(self, pinned: bool = True) -> None:
         """Pins its chunks in memory once they are there, or unpins them.

@@ -9,7 +9,7 @@ Every record and segment has a random salt, from which a key of the file is deri
 by AES-256-GCM, blob by blob, so that a chunk is still read by its offset.
 
     KEYS/sealed           marks that unencrypted files and older records are refused
-    KEYS/newest.sqlite    the use of each context's newest record (`Ledger`)
+    KEYS/newest.sqlite    the use of each context's newest record (`Vault`)
 
 An attacker who can write to a store, without a key, can put data there: plain, or encrypted earlier. A
 record has an increasing use number, and authenticates it; the ledger has the expected number. A record is
@@ -87,31 +87,85 @@ class Seal:
             raise CheckpointError("its encrypted content was changed") from error
 
 
-class Ledger:
-    """Use numbers of the newest records of encrypted contexts (see the module). Methods that write raise
-    JaxllmError if that fails.
+class Vault:
+    """The keys of apps, by the names of their folders in the store, and the ledger: use numbers of the newest
+    records of encrypted contexts (see the module). For a single writer thread. Methods that write to the
+    ledger raise JaxllmError if that fails.
 
     Attributes:
+      folder: folder of the keys.
       is_sealed: whether all contexts are encrypted and in the ledger, so that others are refused.
       most_used: the largest use number read or written.
       plain: folders of contexts in which plain files were read.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Opens the ledger in the folder of keys, created if missing.
+    def __init__(self, folder: Path, store: Path) -> None:
+        """Opens the folder of keys, created if missing.
 
         Raises:
-          ConfigError: it is damaged.
+          ConfigError: it cannot be used, others can read or replace it, it is in the store, the ledger is
+            damaged, or the encryption package is missing.
+        """
+        try:
+            import cryptography  # noqa: F401
+        except ImportError as error:
+            raise ConfigError("encrypted contexts need a package: pip install 'jaxllm[serve]'") from error
+        self.folder = Path(folder)
+        inside = self.folder.resolve()
+        if store.resolve() in (inside, *inside.parents):
+            raise ConfigError(f"{folder}: keys must not lie in the folder of contexts; choose another")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _require_private(os.stat(self.folder), self.folder)
+            trusted_folder(self.folder)
+            self.is_sealed = is_there(self.folder / _SEALED)
+            self._ledger = Database(
+                self.folder / _NEWEST, _SCHEMA, kind=_LEDGER_KIND, version=_LEDGER_VERSION, shared=True
+            )
+            ((most,),) = self._ledger.run("SELECT max(used) FROM newest")
+        except OSError as error:
+            raise ConfigError(f"{folder}: cannot keep keys ({error.strerror})") from error
+        self._keys: dict[str, bytes] = {}
+        self.plain: set[Path] = set()
+        self.most_used = most or 0
+
+    def close(self) -> None:
+        """Closes the ledger."""
+        self._ledger.close()
+
+    def new_seal(self, app_folder: str) -> Seal:
+        """The seal of a new file. Makes the app's key if there is none.
+
+        Raises:
+          OSError, CheckpointError: the key cannot be made or read.
+        """
+        return Seal(self._key(app_folder) or self._made(app_folder), secrets.token_bytes(_SALT_BYTES))
+
+    def opened_head(self, app_folder: str, content: bytes, name: str) -> tuple[bytes, Seal]:
+        """A file's first part, decrypted, and the file's seal (see `Seal.head`).
+
+        Raises:
+          KeyErased: the key was erased or replaced.
+          Unreadable: the key cannot be read.
+          CheckpointError: the content has changed.
+        """
+        before = _ID_DIGITS + _SALT_BYTES
+        key = self._key(app_folder)
+        if key is None or _key_id(key) != content[:_ID_DIGITS].decode("latin-1"):
+            raise KeyErased(f"the key of {app_folder} was erased, and its encrypted content is gone with it")
+        seal = Seal(key, content[_ID_DIGITS:before])
+        return seal.opened(0, content[before:], name), seal
+
+    def erase(self, app_folder: str) -> None:
+        """Erases the key of an app; its encrypted files are unreadable from here on.
+
+        Raises:
           OSError: the device failed.
         """
-        self._folder = folder
-        self.plain: set[Path] = set()
-        self.is_sealed = is_there(folder / _SEALED)
-        self.database = Database(
-            folder / _NEWEST, _SCHEMA, kind=_LEDGER_KIND, version=_LEDGER_VERSION, shared=True
-        )
-        ((most,),) = self.database.run("SELECT max(used) FROM newest")
-        self.most_used = most or 0
+        self._keys.pop(app_folder, None)
+        self._path(app_folder).unlink(missing_ok=True)
+        self._ledger.run("DELETE FROM newest WHERE app = ?", app_folder)
+        sync(self.folder)
 
     def seal(self) -> None:
         """Refuses unencrypted files and contexts without an entry from here on.
@@ -119,7 +173,7 @@ class Ledger:
         Raises:
           OSError: it cannot be written.
         """
-        with atomic_file(self._folder / _SEALED) as file:
+        with atomic_file(self.folder / _SEALED) as file:
             os.fchmod(file.fileno(), 0o600)
         self.is_sealed = True
 
@@ -155,78 +209,7 @@ class Ledger:
         self._run("DELETE FROM newest WHERE app = ? AND name = ?", folder)
 
     def _run(self, statement: str, folder: Path, *values: int) -> list[tuple[Any, ...]]:
-        return self.database.run(statement, folder.parent.name, folder.name, *values)
-
-
-class Vault:
-    """The keys of apps, by the names of their folders in the store. For a single writer thread.
-
-    Attributes:
-      folder: folder of the keys.
-      ledger: use numbers of the newest records.
-    """
-
-    def __init__(self, folder: Path, store: Path) -> None:
-        """Opens the folder of keys, created if missing.
-
-        Raises:
-          ConfigError: it cannot be used, others can read or replace it, it is in the store, or the
-            encryption package is missing.
-        """
-        try:
-            import cryptography  # noqa: F401
-        except ImportError as error:
-            raise ConfigError("encrypted contexts need a package: pip install 'jaxllm[serve]'") from error
-        self.folder = Path(folder)
-        inside = self.folder.resolve()
-        if store.resolve() in (inside, *inside.parents):
-            raise ConfigError(f"{folder}: keys must not lie in the folder of contexts; choose another")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _require_private(os.stat(self.folder), self.folder)
-            trusted_folder(self.folder)
-            self.ledger = Ledger(self.folder)
-        except OSError as error:
-            raise ConfigError(f"{folder}: cannot keep keys ({error.strerror})") from error
-        self._keys: dict[str, bytes] = {}
-
-    def close(self) -> None:
-        """Closes the ledger."""
-        self.ledger.database.close()
-
-    def new_seal(self, app_folder: str) -> Seal:
-        """The seal of a new file. Makes the app's key if there is none.
-
-        Raises:
-          OSError, CheckpointError: the key cannot be made or read.
-        """
-        return Seal(self._key(app_folder) or self._made(app_folder), secrets.token_bytes(_SALT_BYTES))
-
-    def opened_head(self, app_folder: str, content: bytes, name: str) -> tuple[bytes, Seal]:
-        """A file's first part, decrypted, and the file's seal (see `Seal.head`).
-
-        Raises:
-          KeyErased: the key was erased or replaced.
-          Unreadable: the key cannot be read.
-          CheckpointError: the content has changed.
-        """
-        before = _ID_DIGITS + _SALT_BYTES
-        key = self._key(app_folder)
-        if key is None or _key_id(key) != content[:_ID_DIGITS].decode("latin-1"):
-            raise KeyErased(f"the key of {app_folder} was erased, and its encrypted content is gone with it")
-        seal = Seal(key, content[_ID_DIGITS:before])
-        return seal.opened(0, content[before:], name), seal
-
-    def erase(self, app_folder: str) -> None:
-        """Erases the key of an app; its encrypted files are unreadable from here on.
-
-        Raises:
-          OSError: the device failed.
-        """
-        self._keys.pop(app_folder, None)
-        self._path(app_folder).unlink(missing_ok=True)
-        self.ledger.database.run("DELETE FROM newest WHERE app = ?", app_folder)
-        sync(self.folder)
+        return self._ledger.run(statement, folder.parent.name, folder.name, *values)
 
     def _key(self, app_folder: str) -> bytes | None:
         if app_folder in self._keys:
@@ -279,8 +262,8 @@ def require_form(path: Path, vault: Vault | None, *, encrypted: bool) -> None:
     if vault is None and encrypted:
         raise Unreadable(f"{path} is encrypted; open its store with the folder of its keys")
     if vault is not None and not encrypted:
-        vault.ledger.plain.add(path.parent)
-        if vault.ledger.is_sealed:
+        vault.plain.add(path.parent)
+        if vault.is_sealed:
             raise CheckpointError(
                 f"{path} is not encrypted, as all contexts of this store are: the store did not write it"
             )

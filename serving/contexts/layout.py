@@ -256,14 +256,8 @@ class Database:
         self.close()
 
 
-def _leave_to_parent() -> None:
-    """Closes a forked child's copies."""
-    for each in list(_OPEN):
-        each.close()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
+    os.register_at_fork(after_in_child=lambda: [each.close() for each in list(_OPEN)])
 
 
 def require_kind(path: Path, kind: int, version: int) -> bool:

@@ -13,30 +13,40 @@ An interrupt may come anywhere. The store is authoritative; chunks in memory are
 store's record is the one that memory knows (`_let_go`), which the next call checks.
 """
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.contexts.codecs import RAW
+from jaxllm.contexts.codecs import RAW, WIDTHS
 from jaxllm.contexts.eviction import find_policy
-from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
-from jaxllm.serving.contexts.background import PendingErrors, close_at_exit, forget_at_exit
-from jaxllm.serving.contexts.chunks import UNMEASURED_READ, Delays, measure_read
-from jaxllm.serving.contexts.memory import ChunkMemory, Claims, Stored, Turn
+from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError, one_line
+from jaxllm.serving.contexts.memory import (
+    UNMEASURED_READ,
+    ChunkMemory,
+    Claims,
+    Delays,
+    Stored,
+    Turn,
+    measure_read,
+)
 from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.contexts.record import Origin, Record
-from jaxllm.serving.contexts.restore import ChunkLoader, alike, shared_beginning
+from jaxllm.serving.contexts.record import Linked, Origin, Record
+from jaxllm.serving.contexts.restore import ChunkLoader
 from jaxllm.serving.contexts.saving import (
+    ROUNDING,
     ChunkEncoder,
     ChunkWriter,
     ended_record,
+    least_ratio,
     most_bytes,
-    require_ratio,
     seal,
     sink_record,
 )
@@ -56,7 +66,8 @@ class Contexts:
       engine: engine of the answers.
       options, store: options and store of the contexts.
       memory: memory of the chunks.
-      pending_errors: errors of storing dropped answers.
+      pending_errors: errors of storing dropped answers, and of writing in the background, by context. They
+        are logged at once, and raised by the context's next call, or when all contexts are closed.
     """
 
     def __init__(
@@ -83,12 +94,12 @@ class Contexts:
             keys=None if options.encryption is None else Path(options.encryption),
         )
         try:
-            self.pending_errors = PendingErrors()
+            self.pending_errors: dict[str, JaxllmError] = {}
             self._tokenizer = engine.tokenizer.digest
             self._encoder = ChunkEncoder()
             if options.writing == "background":
                 self._encoder.start()
-            self._writer = ChunkWriter(self.store, options.writing, self.pending_errors.note_unwritten)
+            self._writer = ChunkWriter(self.store, options.writing, self._unwritten)
             self.memory = ChunkMemory(options.budget_bytes, find_policy(options.policy), self._writer.left)
             self._claims = Claims(self._let_go)
             # The context of the last ended call, and its session with the cache.
@@ -100,13 +111,22 @@ class Contexts:
             if any(each.computes for each in chunk_ios.values()):
                 read_delay = measure_read(self.store.root, options.storage)
             for level, chunk_io in chunk_ios.items():
-                require_ratio(chunk_io, options)
+                # Ratios have few digits: 0.4 is not exactly two fifths.
+                if options.ratio < (least := least_ratio(chunk_io)) - ROUNDING:
+                    raise ConfigError(
+                        f"a ratio of {options.ratio} is less than {least:.4g}, which chunks take at "
+                        f"{min(WIDTHS)} bits with their scales; raise the ratio, take longer chunks "
+                        "(EngineOptions.kv_chunk_tokens), whose scales are shared by more tokens, or another "
+                        "codec"
+                    )
                 self._delays[level] = Delays(read=read_delay, compute=chunk_io.rehearse())
             seal(self.store)
             self.store.sweep()
             for each in self.store.damage():
                 _LOG.warning("contexts of %s: %s", each.app, each.reason)
-            close_at_exit(self)
+            # Runs before what was registered earlier.
+            self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
+            atexit.register(self._at_exit)
         except BaseException:
             self.store.close()
             raise
@@ -128,7 +148,8 @@ class Contexts:
             if not self.forked:
                 self.stop()
                 self.store.wait()
-                self.pending_errors.raise_first()
+                for name in list(self.pending_errors):
+                    raise self.pending_errors.pop(name)
         finally:
             self._last = ("", Session())
             try:
@@ -136,7 +157,7 @@ class Contexts:
             finally:
                 # After the store, whose thread waits for it.
                 self._encoder.close()
-                forget_at_exit(self)
+                atexit.unregister(self._at_exit)
                 # The threads belong to the parent of a forked child.
                 self._loader.close(wait=not self.forked)
 
@@ -276,18 +297,28 @@ class Contexts:
         self.memory.pin(name, pinned)
         return record
 
+    def note_error(self, name: str, what: str, error: JaxllmError) -> None:
+        """Stores and logs an error of a context (see `pending_errors`). For any thread."""
+        self.pending_errors[name] = type(error)(f"{what}: {error}")
+        self.pending_errors[name].__cause__ = error
+        _LOG.warning("%s: %s", what, error)
+
+    def _unwritten(self, name: str, error: JaxllmError) -> None:
+        what = f"chunks of the last answer in the context {name} could not be written; its tokens are kept, "
+        self.note_error(name, f"{what}and the next call computes its chunks", error)
+
     def ready(self, name: str) -> None:
-        """Waits until a context's last call is on storage, and raises its storing error once.
+        """Waits until a context's last call is on storage, and raises its pending error once.
 
         Raises:
-          BudgetExceeded, CheckpointError: see `PendingErrors`.
+          BudgetExceeded, CheckpointError: its last answer, or chunks of it, could not be stored.
         """
         self.store.wait(name)
-        if self.pending_errors.has(name) and self._claims.of(name) is None:
-            # Memory may be ahead of storage.
-            self.memory.forget(name)
-            self._forget_cache(name)
-        self.pending_errors.raise_for(name)
+        if name in self.pending_errors:
+            if self._claims.of(name) is None:
+                # Memory may be ahead of storage.
+                self._forget(name)
+            raise self.pending_errors.pop(name)
 
     def delete(self, name: str) -> None:
         """Deletes a context from memory and storage.
@@ -300,10 +331,9 @@ class Contexts:
         if self._claims.of(name) is not None:
             raise ConfigError(f"the context {name} is answering; close its answer first")
         # Memory first: chunks in memory must never outlive those on storage.
-        self.memory.forget(name)
-        self._forget_cache(name)
+        self._forget(name)
         self.store.delete(name)
-        self.pending_errors.forget(name)
+        self.pending_errors.pop(name, None)
 
     def leaving(self, session: Session, first: int) -> None:
         """Prepares the running context of a session for dropping its middle: its first chunk stays, with its
@@ -377,10 +407,14 @@ class Contexts:
         self.memory.pin(name, record.pinned)
         self.memory.require(name, size)
         turn = Turn(record=record, base=base or record, session=session, most_bytes=size, sequence=prompt)
-        self._claims.begin(turn)
+        self._claims.put(turn, record)
         try:
             self.memory.claim(name, pinned=record.pinned)
-            shared = self._begin_shared(turn, prompt) if base is None else 0
+            chunk_io, shared = self._chunk_io[level], 0
+            if base is None and chunk_io.widths == (RAW,) and self._shares(turn):
+                self._encoded()
+                turn.base = self._loader.borrow(chunk_io, record, prompt)
+                shared = len(turn.base.bits)
             last, self._last = self._last, ("", Session())
             if last[0] != name:
                 # It references memory of chunks that may be evicted now.
@@ -391,7 +425,7 @@ class Contexts:
                 last = ("", Session())
             how = self._loader.resume(self._chunk_io, turn, last, prompt_tokens)
             # The restore may have marked damaged chunks as lost in the store's record.
-            self._claims.changed(turn, turn.record)
+            self._claims.put(turn, turn.record)
             turn.restoration = dataclasses.replace(
                 how, moved=moved, shared=shared, took_ms=1000 * (time.perf_counter() - began)
             )
@@ -402,11 +436,10 @@ class Contexts:
 
     def grow(self, turn: Turn, tokens: int) -> None:
         """Makes room in memory for the chunks of a running context with `tokens` tokens."""
-        chunk_io = self._chunk_io[turn.record.origin.level]
+        size = self.chunk_bytes(turn.record, tokens) - self.memory.own_bytes(turn.record.name)
         # Chunks that do not fit besides newly pinned ones stay on storage only.
         with contextlib.suppress(BudgetExceeded):
-            count = min(tokens, self.engine.options.context_tokens) // chunk_io.chunk_tokens
-            self.memory.reserve(turn.record.name, most_bytes(chunk_io, self.options, count))
+            self.memory.reclaim(max(0, size))
 
     def finish(self, turn: Turn, tokens: Sequence[int], first: int) -> Record:
         """Stores a context after its call, unlocks it, and returns its record.
@@ -434,18 +467,6 @@ class Contexts:
         """Unlocks a context whose call has ended, without storing anything."""
         self._claims.end(turn)
 
-    def _begin_shared(self, turn: Turn, prompt: Sequence[int]) -> int:
-        """Shares a prefix of another context with the first call of a context; returns its number of
-        chunks."""
-        exact = self._chunk_io[turn.record.origin.level].widths == (RAW,)
-        if not exact or not self._shares(turn):
-            return 0
-        self._encoded()
-        turn.base, turn.source = shared_beginning(
-            self.store, self.memory, turn.record, prompt, across_apps=self.options.share_across_apps
-        )
-        return len(turn.base.bits)
-
     def _shares(self, turn: Turn) -> bool:
         """Whether a call is the first of its context, and may share a prefix with others."""
         written = self.options.writing in ("background", "ahead")
@@ -455,14 +476,14 @@ class Contexts:
         name, chunk_io, session = turn.record.name, self._chunk_io[turn.record.origin.level], turn.session
         # The pin may have changed during the call.
         before = dataclasses.replace(turn.base, pinned=self.store.record(name).pinned)
-        resident = {n: each.bits for n, each in self.memory.chunks(name).items() if n < len(before.bits)}
+        there = {n: (each.bits, each.blobs) for n, each in self.memory.chunks(name).items()}
+        resident = {n: bits for n, (bits, _) in there.items() if n < len(before.bits)}
         first = first if turn.counted_from is None else turn.counted_from
         record = ended_record(
             before, resident, chunk_io, self.options, session=session, tokens=tokens, first=first
         )
         coded: Mapping[int, Stored] = {}
         ready: Callable[[], object] | None = None
-        there = {n: (each.bits, each.blobs) for n, each in self.memory.chunks(name).items()}
         # New states replace the stored ones.
         states = {len(record.bits) - 1} if record.state_tokens != before.state_tokens else set()
         stale = bool(record.state_tokens) and not states
@@ -473,35 +494,29 @@ class Contexts:
                 coded, ready = self._encoder.later(chunk_io, name, session.cache, wanted, there)
             elif wanted:
                 coded = chunk_io.encode(session.cache, wanted, there)
-        changed = {n for n, bits in enumerate(record.bits) if before.bits[n : n + 1] != (bits,)} | states
-        source = turn.source
-        if self._shares(turn) and not source:
-            best, _ = alike(self.store, record, record.tokens, across_apps=self.options.share_across_apps)
-            source = "" if best is None else best.name
-        linked = self.store.link(record, source, dict(enumerate(record.bits))) if source else {}
-        changed -= linked.keys()
-        if turn.source:
-            # The other one has changed since, or cannot be shared: write the chunks from memory.
-            left = set(range(len(record.bits))) - changed - linked.keys()
-            own = {n: there[n] for n in left - coded.keys() if resident.get(n) == record.bits[n]}
-            coded = {**own, **coded}
-            record = record.lose(left - coded.keys())
-            changed |= left & coded.keys()
-        record = self._writer.keep(record, changed, coded, linked, ready)
+        linked: Linked = {}
+        if self._shares(turn) and (other := self._loader.alike(record, record.tokens)[0]) is not None:
+            linked = self.store.link(record, other.name, dict(enumerate(record.bits)))
+        changed = {
+            n
+            for n, bits in enumerate(record.bits)
+            if n in states or before.bits[n : n + 1] != (bits,) or not before.files[n]
+        } - linked.keys()
+        # Those of a borrowed prefix are in memory only.
+        own = {n: there[n] for n in changed - coded.keys() if resident.get(n) == record.bits[n]}
+        record = record.lose(changed - coded.keys() - own.keys())
+        record = self._writer.keep(record, changed, {**own, **coded}, linked, ready)
         self.memory.cut(name, min(len(record.bits), len(before.bits)))
         # Chunks that do not fit are on storage, or recomputed.
         with contextlib.suppress(BudgetExceeded):
             self._loader.load(chunk_io, name, coded)
-            own = self.memory.chunks(name)
-            for n, each in self.memory.chunks(source).items():
-                # Blobs of chunks that both share on storage.
-                if n in linked and n in own and own[n].bits == each.bits:
-                    self.memory.share(name, each)
+            if linked:
+                self._loader.share_resident(name, linked)
             if chunk_io.coded and record.bits and session.cache is not None:
                 # The next call begins with it.
                 self._loader.chunk_table(chunk_io, name)
         # From here on memory agrees with the store.
-        self._claims.changed(turn, record)
+        self._claims.put(turn, record)
         if session.cache is not None and chunk_io.stays:
             session.cache = session.cache.at_rest()
             self._last = (name, session)
@@ -514,8 +529,7 @@ class Contexts:
         with contextlib.suppress(JaxllmError):
             known = self.store.record(name).agrees(claimed)
         if not known:
-            self.memory.forget(name)
-            self._forget_cache(name)
+            self._forget(name)
         else:
             # Drop chunks of another context that the call began with.
             self.memory.cut(name, len(claimed.bits))
@@ -524,10 +538,9 @@ class Contexts:
     def _encoded(self, name: str = "") -> None:
         """Waits until the chunks of a context's last call are encoded, or those of all contexts."""
         self._encoder.wait(name)
-        for each in self._encoder.failures():
+        while self._encoder.failed:
             # Its memory was not filled. Its next call raises the error.
-            self.memory.forget(each)
-            self._forget_cache(each)
+            self._forget(self._encoder.failed.popleft())
 
     def _require_idle(self, name: str) -> None:
         if self._claims.of(name) is not None:
@@ -563,6 +576,19 @@ class Contexts:
         origin, model = self._chunk_io[self.engine.runner_at(level).level].origin, self.engine.model
         return dataclasses.replace(origin, model=model.bundle.fingerprint, adapter=model.adapter_digest)
 
+    def _forget(self, name: str) -> None:
+        self.memory.forget(name)
+        self._forget_cache(name)
+
     def _forget_cache(self, name: str) -> None:
         if self._last[0] == name:
             self._last = ("", Session())
+
+
+def _close_at_exit(contexts_ref: Callable[[], Contexts | None]) -> None:
+    """Closes contexts when this process exits, except a forked child's."""
+    if (contexts := contexts_ref()) is not None and not contexts.forked:
+        try:
+            contexts.close()
+        except Exception as error:
+            _LOG.warning("the last answer could not be kept at exit: %s", one_line(error))

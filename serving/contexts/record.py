@@ -81,8 +81,7 @@ class Origin:
 
     def facts(self) -> dict[str, object]:
         """The fields as JSON values."""
-        facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {**facts, "heads": list(self.heads)}
+        return dataclasses.asdict(self)
 
     def differing(self, other: "Origin") -> tuple[str, ...]:
         """Names of the fields that differ from `other`; fields of the layout only if no others differ."""
@@ -275,10 +274,6 @@ def _is_segment(value: Any) -> bool:
     return type(value) is str and bool(SEGMENT.fullmatch(value))
 
 
-def _one_of(*values: str) -> Callable[[Any], bool]:
-    return lambda value: type(value) is str and value in values
-
-
 def _rows(valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, list) and all(map(valid, value))
 
@@ -289,9 +284,9 @@ _ORIGIN_FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "model": _is_text,
     "level": _counts(1, 100),
     "adapter": _is_text,
-    "codec": lambda value: _one_of("raw", *CODECS)(value),
+    "codec": lambda value: value in ("raw", *CODECS),
     "chunk_tokens": _is_size,
-    "dtype": _one_of("float32", "float16", "bfloat16"),
+    "dtype": lambda value: value in ("float32", "float16", "bfloat16"),
     "heads": lambda value: _rows(_is_size)(value) and 0 < len(value) <= 1 << 12,
     "head_width": lambda value: _is_size(value) and value % 4 == 0,
     "state_bytes": _counts(0, _MAX_STATE_BYTES),
@@ -316,20 +311,16 @@ _FIELDS: Mapping[str, Callable[[Any], bool]] = {
 }
 
 
-def _require_fields(facts: Any, fields: Mapping[str, Callable[[Any], bool]]) -> None:
-    _require("fields", isinstance(facts, dict) and facts.keys() == fields.keys())
-    for name, valid in fields.items():
-        _require(name, valid(facts[name]))
-
-
 def _record_of(facts: Any, app: str, name: str) -> Record:
     """A record from any JSON value.
 
     Raises:
       ValueError: it is not a record of this context.
     """
-    _require_fields(facts, _FIELDS)
-    _require_fields(facts["origin"], _ORIGIN_FIELDS)
+    for part, fields in ((facts, _FIELDS), (facts["origin"], _ORIGIN_FIELDS)):
+        _require("fields", isinstance(part, dict) and part.keys() == fields.keys())
+        for field, valid in fields.items():
+            _require(field, valid(part[field]))
     origin = Origin(**{**facts["origin"], "heads": tuple(facts["origin"]["heads"])})
     _require("state_bytes", not origin.state_bytes or origin.codec == "raw")
     _require("name", facts["name"] == name)

@@ -20,22 +20,20 @@ from jaxllm.contexts.codecs import RAW, STATE, WIDTHS
 from jaxllm.contexts.eviction import Resident
 from jaxllm.contexts.recompute import LOST
 from jaxllm.contexts.tolerance import allocate, chunk_mass, sightings
-from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, JaxllmError, Unreadable, one_line
-from jaxllm.serving.contexts.background import WriteQueue
-from jaxllm.serving.contexts.chunks import ChunkAccess
+from jaxllm.errors import BudgetExceeded, CheckpointError, JaxllmError, Unreadable, one_line
 from jaxllm.serving.contexts.layout import written
-from jaxllm.serving.contexts.memory import Stored
+from jaxllm.serving.contexts.memory import ChunkAccess, Stored
 from jaxllm.serving.contexts.options import ContextOptions, Writing
 from jaxllm.serving.contexts.record import Linked, Record
 from jaxllm.serving.contexts.segment import Chunks, file_bytes
-from jaxllm.serving.contexts.store import ContextStore
+from jaxllm.serving.contexts.store import ContextStore, WriteQueue
 from jaxllm.serving.engine.request import Session, common_prefix, slid
 
 _LOG = logging.getLogger("jaxllm")
 # A context with more segments than this is rewritten as one.
 _MAX_SEGMENTS = 8
 # Tolerance for products of ratios and bytes just below an integer.
-_ROUNDING = 1e-6
+ROUNDING = 1e-6
 
 
 class ChunkWriter:
@@ -107,30 +105,32 @@ class ChunkWriter:
             if self._writing == "background":
                 # Until they are written they stay in memory anyway.
                 self._store.wait(name)
-            if self._writing == "at-eviction":
-                with contextlib.suppress(JaxllmError):
-                    self._write(name, [each for each in chunks if each.context == name])
-
-    def _write(self, name: str, chunks: Sequence[Resident]) -> None:
-        record = self._store.record(name)
-        # A chunk marked lost on storage was in memory only.
-        fresh = {
-            each.chunk: (each.bits, each.blobs)
-            for each in chunks
-            if record.bits[each.chunk : each.chunk + 1] == (LOST,)
-        }
-        if fresh:
-            bits = tuple(fresh[n][0] if n in fresh else width for n, width in enumerate(record.bits))
-            self._store.commit(dataclasses.replace(record, bits=bits), fresh, flush=False)
+            if self._writing != "at-eviction":
+                continue
+            with contextlib.suppress(JaxllmError):
+                record = self._store.record(name)
+                # A chunk marked lost on storage was in memory only.
+                fresh = {
+                    each.chunk: (each.bits, each.blobs)
+                    for each in chunks
+                    if each.context == name and record.bits[each.chunk : each.chunk + 1] == (LOST,)
+                }
+                if fresh:
+                    bits = tuple(fresh[n][0] if n in fresh else width for n, width in enumerate(record.bits))
+                    self._store.commit(dataclasses.replace(record, bits=bits), fresh, flush=False)
 
 
-class ChunkEncoder(WriteQueue[None]):
+class ChunkEncoder(WriteQueue):
     """Encodes the chunks of calls in a thread. At most one call waits, because its cache stays in memory
-    meanwhile: the end of the next one waits for it."""
+    meanwhile: the end of the next one waits for it.
+
+    Attributes:
+      failed: contexts whose encoding failed: their chunks in memory are invalid.
+    """
 
     def __init__(self) -> None:
         super().__init__(most=0, thread="jaxllm-encoding")
-        self._failed: collections.deque[str] = collections.deque()
+        self.failed: collections.deque[str] = collections.deque()
 
     def later(
         self,
@@ -154,7 +154,7 @@ class ChunkEncoder(WriteQueue[None]):
                 chunk_io.encode(cache, chunks, stored, into=coming)
             except Exception as error:
                 errors.append(error)
-                self._failed.append(name)
+                self.failed.append(name)
 
         def ready() -> None:
             self.wait(name)
@@ -164,12 +164,8 @@ class ChunkEncoder(WriteQueue[None]):
                 reason = one_line(error)
                 raise CheckpointError(f"chunks of the context {name} cannot be encoded ({reason})")
 
-        self.put(name, encode, None)
+        self.put(name, encode)
         return coming, ready
-
-    def failures(self) -> list[str]:
-        """Contexts whose encoding failed since the last call: their chunks in memory are invalid."""
-        return [self._failed.popleft() for _ in range(len(self._failed))]
 
 
 def compact(store: ContextStore, name: str) -> Record:
@@ -199,8 +195,14 @@ def make_room(store: ContextStore, record: Record, chunks: Chunks) -> None:
     for each in sorted(store.records(), key=lambda each: (each.app != record.app, each.used)):
         if (broken := store.beyond_quota(record, chunks)) is None:
             return
-        own = store.own_segments(each)
-        if broken[0] in (None, each.app) and sum(own.values()) > _rewritten_bytes(store, each, own.keys()):
+        own, sizes = store.own_segments(each), each.origin.layer_bytes
+        # The size of one segment with its own chunks.
+        chunks_of = {
+            n: (each.bits[n], [np.broadcast_to(np.uint8(0), size) for size in sizes[each.bits[n]]])
+            for n in _own_chunks(each, own)
+        }
+        needed = file_bytes(chunks_of, encrypted=store.vault is not None)
+        if broken[0] in (None, each.app) and sum(own.values()) > needed:
             # An unreadable one is repaired when it is used.
             with contextlib.suppress(JaxllmError):
                 _rewritten(store, each.name)
@@ -210,18 +212,18 @@ def make_room(store: ContextStore, record: Record, chunks: Chunks) -> None:
 
 def seal(store: ContextStore) -> None:
     """Seals a store that was opened with keys, before it is used: encrypts plain files, after which plain
-    and older data is refused (see `Ledger`). If a context cannot be read or written now, logs a warning:
+    and older data is refused (see `Vault`). If a context cannot be read or written now, logs a warning:
     the store stays unsealed, and the next start tries again.
 
     Raises:
       BudgetExceeded, CheckpointError: the ledger cannot be written.
     """
     vault = store.vault
-    if vault is None or vault.ledger.is_sealed:
+    if vault is None or vault.is_sealed:
         return
     left = [f"{each.name} of {each.app} ({each.reason})" for each in store.unread()]
     for record in store.records():
-        name, folder, plain = record.name, store.folder(record), vault.ledger.plain
+        name, folder, plain = record.name, store.folder(record), vault.plain
         try:
             # These reads note plain files.
             rows = store.rows(name)
@@ -247,8 +249,8 @@ def seal(store: ContextStore) -> None:
         return
     with written(vault.folder):
         for record in store.records():
-            vault.ledger.wrote(store.folder(record), record.used)
-        vault.ledger.seal()
+            vault.wrote(store.folder(record), record.used)
+        vault.seal()
 
 
 def _rewritten(store: ContextStore, name: str) -> Record:
@@ -256,19 +258,9 @@ def _rewritten(store: ContextStore, name: str) -> Record:
     return store.commit(record, store.read_chunks(name, _own_chunks(record, store.own_segments(record))))
 
 
-def _own_chunks(record: Record, own: Set[str] | Mapping[str, int]) -> list[int]:
+def _own_chunks(record: Record, own: Mapping[str, int]) -> list[int]:
     """The chunks of a context in segments that no other context shares: shared ones are stored once."""
     return [n for n, file in enumerate(record.files) if file in own]
-
-
-def _rewritten_bytes(store: ContextStore, record: Record, own: Set[str]) -> int:
-    """The size of the segment of a context's own chunks."""
-    sizes = {
-        bits: [np.broadcast_to(np.uint8(0), size) for size in record.origin.layer_bytes[bits]]
-        for bits in set(record.bits) - {LOST}
-    }
-    chunks = {n: (record.bits[n], sizes[record.bits[n]]) for n in _own_chunks(record, own)}
-    return file_bytes(chunks, encrypted=store.vault is not None)
 
 
 # Records after a call: the width of each chunk is chosen by its density.
@@ -401,7 +393,7 @@ def most_bytes(chunk_io: ChunkAccess, options: ContextOptions, chunks: int) -> i
     """The maximum bytes of `chunks` chunks of a context, for any widths."""
     if len(chunk_io.widths) == 1:
         return chunks * chunk_io.chunk_bytes(chunk_io.widths[0]) + chunk_io.state_bytes
-    wanted = int(options.ratio * chunk_io.reference_bytes * chunks + _ROUNDING)
+    wanted = int(options.ratio * chunk_io.reference_bytes * chunks + ROUNDING)
     return min(wanted, chunks * max(chunk_io.chunk_bytes(bits) for bits in WIDTHS))
 
 
@@ -410,22 +402,6 @@ def least_ratio(chunk_io: ChunkAccess) -> float:
     if len(chunk_io.widths) == 1:
         return 0.0
     return chunk_io.chunk_bytes(min(WIDTHS)) / chunk_io.reference_bytes
-
-
-def require_ratio(chunk_io: ChunkAccess, options: ContextOptions) -> None:
-    """Checks that chunks can be as small as the options' ratio.
-
-    Raises:
-      ConfigError: they are larger at their narrowest.
-    """
-    least = least_ratio(chunk_io)
-    # Ratios have few digits: 0.4 is not exactly two fifths.
-    if options.ratio < least - _ROUNDING:
-        raise ConfigError(
-            f"a ratio of {options.ratio} is less than {least:.4g}, which chunks take at {min(WIDTHS)} bits "
-            "with their scales; raise the ratio, take longer chunks (EngineOptions.kv_chunk_tokens), whose "
-            "scales are shared by more tokens, or another codec"
-        )
 
 
 def _attended(

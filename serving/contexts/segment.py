@@ -125,8 +125,15 @@ class Segment:
         if missing := set(chunks) - set(self._places):
             raise CheckpointError(f"{self.path} lacks chunk {min(missing)}")
         places = [self._places[chunk] for chunk in chunks]
+        # Places to read at once, with the gaps between them.
+        runs: list[list[int]] = []
+        for place in sorted(set(places)):
+            if runs and starts[place] - starts[runs[-1][-1] + 1] <= _GAP_BYTES:
+                runs[-1].append(place)
+            else:
+                runs.append([place])
         found: dict[int, np.ndarray] = {}
-        for run in _runs(sorted(set(places)), starts):
+        for run in runs:
             first, size = offset + starts[run[0]], starts[run[-1] + 1] - starts[run[0]]
             with self._scratch.taken(pages_bytes(first, size)) as memory:
                 self._reader.read_into(memory, first % PAGE, first, size)
@@ -272,8 +279,8 @@ def write_segment(
 
     Args:
       path: path of the file.
-      chunks: bits of each chunk, and its blob of each layer, uint8 `[bytes]`; all blobs of one width and
-        layer have one size.
+      chunks: bits of each chunk, and its blob of each layer, uint8 `[bytes]`; at least one, and all blobs of
+        one width and layer have one size.
       sources: checksum of the inputs of each chunk, by number (see `Record.sources`).
       storage: storage of the folder, if it is emulated.
       flush: whether to wait until the device has it (see `atomic_file`).
@@ -283,26 +290,32 @@ def write_segment(
       The checksum of its index.
 
     Raises:
-      ConfigError: there are no chunks, or their layers or sizes differ.
+      ConfigError: the layers or sizes of chunks differ.
       OSError: the file cannot be written, for example because the device is full.
     """
-    if not chunks:
-        raise ConfigError("a segment needs at least one chunk")
     order = sorted(chunks)
     layers = len(chunks[order[0]][1])
     sizes: dict[int, list[int]] = {}
     for chunk in order:
-        bits, blobs = chunks[chunk]
-        if sizes.setdefault(bits, [blob.nbytes for blob in blobs]) != [blob.nbytes for blob in blobs]:
-            raise ConfigError(f"chunk {chunk} has blobs of other sizes than others at {bits} bits")
-        if len(blobs) != layers:
-            raise ConfigError(f"chunk {chunk} has {len(blobs)} layers, others {layers}")
+        bits, own = chunks[chunk][0], [blob.nbytes for blob in chunks[chunk][1]]
+        if sizes.setdefault(bits, own) != own or len(own) != layers:
+            raise ConfigError(f"chunk {chunk} has other layers or sizes than others at {bits} bits")
     named = {chunk: sources[chunk] for chunk in order}
     if vault is None:
-        version, text = VERSION, _index(chunks, named, _checksums(chunks))
+        checksums = [
+            [xxhash.xxh3_64_hexdigest(_bytes(chunks[chunk][1][layer])) for chunk in order]
+            for layer in range(layers)
+        ]
+        version, text = VERSION, _index(chunks, named, checksums)
     else:
-        seal = vault.new_seal(path.parent.parent.name)
-        chunks, tags = _sealed_chunks(chunks, seal)
+        seal, sealed = vault.new_seal(path.parent.parent.name), {}
+        for chunk in order:
+            bits, blobs = chunks[chunk]
+            coded = [seal.sealed(_number(layer, chunk), _bytes(blob)) for layer, blob in enumerate(blobs)]
+            sealed[chunk] = (bits, [np.frombuffer(each, np.uint8) for each in coded])
+        # Tags replace checksums.
+        tags = [[sealed[n][1][layer][-TAG_BYTES:].tobytes().hex() for n in order] for layer in range(layers)]
+        chunks = {n: (bits, [each[:-TAG_BYTES] for each in blobs]) for n, (bits, blobs) in sealed.items()}
         version, text = SEALED_VERSION, seal.head(_index(chunks, named, tags), _named(path))
     began = time.perf_counter()
     with atomic_file(path, flush=flush) as file:
@@ -388,23 +401,6 @@ def read_rows(
     return rows.before(len(record.tokens))
 
 
-def _checksums(chunks: Chunks) -> list[list[str]]:
-    """The checksum of each blob, by layer, in the order of chunks."""
-    layers = zip(*(chunks[chunk][1] for chunk in sorted(chunks)), strict=True)
-    return [[xxhash.xxh3_64_hexdigest(_bytes(blob)) for blob in blobs] for blobs in layers]
-
-
-def _sealed_chunks(chunks: Chunks, seal: Seal) -> tuple[Chunks, list[list[str]]]:
-    """Chunks with encrypted blobs of the same sizes, and the blobs' tags by layer."""
-    tags, found = [], {}
-    for chunk in sorted(chunks):
-        bits, blobs = chunks[chunk]
-        coded = [seal.sealed(_number(layer, chunk), _bytes(blob)) for layer, blob in enumerate(blobs)]
-        tags.append([each[-TAG_BYTES:].hex() for each in coded])
-        found[chunk] = (bits, [np.frombuffer(each, np.uint8)[:-TAG_BYTES] for each in coded])
-    return found, [list(layer) for layer in zip(*tags, strict=True)]
-
-
 def _number(layer: int, chunk: int) -> int:
     """The number of a blob under a seal; the index is 0."""
     return 1 + layer * _MAX_CHUNKS + chunk
@@ -455,7 +451,9 @@ def _checked(index: Any) -> tuple[tuple[StoredChunk, ...], dict[int, list[int]],
     _require("fields", isinstance(index, dict) and index.keys() == {"chunks", "blob_bytes", "checksums"})
     chunks, sizes, checksums = index["chunks"], index["blob_bytes"], index["checksums"]
     _require("chunks", isinstance(chunks, list) and 0 < len(chunks) <= _MAX_CHUNKS)
-    _require("chunks", all(map(_is_chunk, chunks)))
+    for each in chunks:
+        _require("chunks", type(each) is list and list(map(type, each)) == [int, int, str])
+        _require("chunks", 0 <= each[0] < _MAX_CHUNKS and each[1] in (RAW, STATE, *WIDTHS))
     _require("chunks", all(a[0] < b[0] for a, b in itertools.pairwise(chunks)))
     widths = {str(bits) for _, bits, _ in chunks}
     _require("blob_bytes", isinstance(sizes, dict) and sizes.keys() == widths)
@@ -470,27 +468,9 @@ def _checked(index: Any) -> tuple[tuple[StoredChunk, ...], dict[int, list[int]],
     return stored, {int(bits): of for bits, of in sizes.items()}, checksums
 
 
-def _is_chunk(each: Any) -> bool:
-    if type(each) is not list or list(map(type, each)) != [int, int, str]:
-        return False
-    number, bits, _ = each
-    return 0 <= number < _MAX_CHUNKS and bits in (RAW, STATE, *WIDTHS)
-
-
 def _require(name: str, valid: bool) -> None:
     if not valid:
         raise ValueError(name)
-
-
-def _runs(places: Sequence[int], starts: Sequence[int]) -> list[list[int]]:
-    """Divides places into runs to read at once, including gaps between them."""
-    runs: list[list[int]] = []
-    for place in places:
-        if runs and starts[place] - starts[runs[-1][-1] + 1] <= _GAP_BYTES:
-            runs[-1].append(place)
-        else:
-            runs.append([place])
-    return runs
 
 
 def _bytes(blob: np.ndarray) -> memoryview:

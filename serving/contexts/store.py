@@ -10,18 +10,22 @@ listed, until `verify` sets damaged files aside on request. Only the owner may r
 accesses to its files wait.
 """
 
+import collections
 import contextlib
 import dataclasses
+import logging
 import os
+import queue
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError, one_line
 from jaxllm.files.atomic import sync
 from jaxllm.serving.contexts import layout
-from jaxllm.serving.contexts.background import WriteQueue
 from jaxllm.serving.contexts.catalog import Catalog, Damage, chunk_damage, require_store, verify
 from jaxllm.serving.contexts.encryption import Vault
 from jaxllm.serving.contexts.record import Linked, Origin, Record
@@ -39,8 +43,91 @@ from jaxllm.serving.contexts.segment import (
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.host.direct_io import Storage
 
+_LOG = logging.getLogger("jaxllm")
+_LOOK_S = 0.0005
 # Placeholder for the segment of a chunk that `commit_later` has yet to write.
 _COMING = "coming"
+
+
+class WriteQueue:
+    """Jobs by context, run sequentially in a thread, with the context's future state. A forked child has
+    none: they belong to its parent.
+
+    No locks are used: an interrupt while one is released would leave it locked, and the thread would wait
+    forever. Jobs are in a deque, whose operations are atomic, and waiting polls.
+
+    Args:
+      most: maximum number of waiting jobs; `put` waits for space.
+      thread: name of the thread.
+    """
+
+    def __init__(self, most: int = 8, *, thread: str = "jaxllm-contexts") -> None:
+        self._most, self._thread_name, self._process = most, thread, os.getpid()
+        # Jobs that have not ended; the first one runs.
+        self._jobs: collections.deque[tuple[str, Callable[[], None], Any]] = collections.deque()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._ending = False
+        self._thread: threading.Thread | None = None
+
+    @property
+    def inside(self) -> bool:
+        """Whether this is the thread that runs the jobs."""
+        return threading.current_thread() is self._thread
+
+    def start(self) -> None:
+        """Starts the thread. It never keeps the interpreter from exiting: `close` waits for its jobs."""
+        self._thread = threading.Thread(target=self._run, name=self._thread_name, daemon=True)
+        self._thread.start()
+
+    def put(self, name: str, job: Callable[[], None], coming: Any = None) -> None:
+        """Adds a job of a context, after waiting for space; `coming` is the context's state after it."""
+        while len(self._jobs) > self._most:
+            self._wake.put(None)
+            time.sleep(_LOOK_S)
+        self._jobs.append((name, job, coming))
+        self._wake.put(None)
+
+    def coming(self) -> dict[str, Any]:
+        """Future states of contexts with pending jobs, by name."""
+        return {name: coming for name, _, coming in tuple(self._jobs)}
+
+    def busy(self, name: str = "") -> bool:
+        """Whether a job of a context, or any job, is pending."""
+        return any(each == name or not name for each, _, _ in tuple(self._jobs))
+
+    def wait(self, name: str = "") -> None:
+        """Waits until no job of a context, or no job at all, is pending. Jobs themselves never wait."""
+        if self._thread is None or self.inside or self._process != os.getpid():
+            return
+        while self.busy(name):
+            # Repeated: an interrupt may have come between a job and its signal.
+            self._wake.put(None)
+            time.sleep(_LOOK_S)
+
+    def close(self) -> None:
+        """Waits for all jobs, and ends the thread."""
+        self.wait()
+        if self._thread is None or self._process != os.getpid():
+            return
+        self._ending = True
+        self._wake.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.get()
+            while self._jobs:
+                name, job, coming = self._jobs[0]
+                try:
+                    job()
+                except Exception as error:
+                    _LOG.error("a job of the context %s failed: %s", name, one_line(error))
+                finally:
+                    # Else the job's data would stay in memory until the next one.
+                    del job, coming
+                    self._jobs.popleft()
+            if self._ending:
+                return
 
 
 class ContextStore:
@@ -67,7 +154,7 @@ class ContextStore:
         self.vault = None if keys is None else Vault(keys, self.root)
         self._segments = OpenSegments(self._storage, self.vault)
         # Pending writes, with the contexts' future records.
-        self._queue: WriteQueue[Record] = WriteQueue()
+        self._queue = WriteQueue()
         # Folders of contexts that are being changed, or whose change was interrupted, by name; and whether
         # the writing thread does it: while that runs, only it may touch them.
         self._unsettled: dict[str, tuple[Path, bool]] = {}
@@ -290,11 +377,16 @@ class ContextStore:
         chunks, new_rows = dict(chunks or {}), row_chunks(rows)
         folder = self.folder(record)
         with layout.written(folder):
-            names = _names(folder)
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            names = os.listdir(folder)
         taken = [*names, *before.own_files]
         fresh = layout.next_segment(taken)
         of_rows = layout.next_segment([*taken, fresh]) if new_rows else before.rows
-        record = self._with_files(record, before, dict.fromkeys(chunks, fresh), of_rows)
+        kept = record.kept_files(before)
+        files = tuple(fresh if n in chunks else file for n, file in enumerate(kept))
+        record = dataclasses.replace(
+            record, files=files, rows=of_rows, checksums=before.checksums, used=self._catalog.next_use()
+        ).lose({n for n, file in enumerate(files) if not file})
         current = {*filter(layout.SEGMENT.fullmatch, names), *before.own_files, fresh}
         with layout.written(folder):
             more = self._more_bytes(record, chunks, current - record.own_files)
@@ -368,9 +460,10 @@ class ContextStore:
             except Exception as error:
                 failed(name, CheckpointError(f"the context {name} cannot be written ({one_line(error)})"))
 
-        files = [*record.files, *[""] * len(record.bits)][: len(record.bits)]
-        coming = (_COMING if n in chunks or n in linked else file for n, file in enumerate(files))
-        future = dataclasses.replace(record, files=tuple(coming), used=self.record(name).used)
+        future = record.with_links(linked)
+        files = [*future.files, *[""] * len(record.bits)][: len(record.bits)]
+        coming = tuple(_COMING if n in chunks else file for n, file in enumerate(files))
+        future = dataclasses.replace(future, files=coming, used=self.record(name).used)
         self._queue.put(name, write, future)
         return future
 
@@ -443,15 +536,6 @@ class ContextStore:
             record = self.commit(record.lose(corrupt))
         return record.lose(unread)
 
-    def _with_files(self, record: Record, before: Record, fresh: Mapping[int, str], rows: str) -> Record:
-        """A record with the next use, and each chunk's segment: the new one, or that of the record before;
-        chunks without one are lost."""
-        files = tuple(fresh.get(n, file) for n, file in enumerate(record.kept_files(before)))
-        record = dataclasses.replace(
-            record, files=files, rows=rows, checksums=before.checksums, used=self._catalog.next_use()
-        )
-        return record.lose({n for n, file in enumerate(files) if not file})
-
     def _more_bytes(self, record: Record, chunks: Chunks, freed: Set[str]) -> int:
         """The growth of the store by a commit of chunks that removes the files `freed`."""
         size = file_bytes(chunks, encrypted=self.vault is not None)
@@ -513,12 +597,3 @@ class ContextStore:
         if (change := self._unsettled.get(name)) is not None:
             self._catalog.settle(name, change[0])
             self._unsettled.pop(name, None)
-
-
-def _names(folder: Path) -> list[str]:
-    """Names of the files in a context's folder, which is created if it was removed."""
-    try:
-        return os.listdir(folder)
-    except FileNotFoundError:
-        folder.mkdir(mode=0o700, parents=True)
-        return []

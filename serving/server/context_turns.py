@@ -100,8 +100,8 @@ class ContextTurns:
           ConfigError: the call names another adapter, the prompt is not a turn (see `conversation_turn_ids`),
             the context has fewer tokens than the call names, or the objective limits energy.
           ContextOverflow: context and turn are longer than the window.
-          BudgetExceeded: the app's contexts have reached their limit; or see `PendingErrors`.
-          CheckpointError: the context cannot be read; or see `PendingErrors`.
+          BudgetExceeded: the app's contexts have reached their limit; or see `Contexts.ready`.
+          CheckpointError: the context cannot be read; or see `Contexts.ready`.
         """
         contexts, engine, profile = self._contexts, self._service.engine, self._service.profile
         if isinstance(call.objective, EnergyBudget):

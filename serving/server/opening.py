@@ -305,13 +305,13 @@ class LiveTurnCall(ContextCall):
                 self._deleted = True
                 with contextlib.suppress(JaxllmError):
                     self._contexts.delete(self.record.name)
-                self._contexts.pending_errors.forget(self.record.name)
+                self._contexts.pending_errors.pop(self.record.name, None)
 
     def failed(self, run: Run) -> None:
         """See `Lifecycle`."""
         super().failed(run)
         if self._deleted:
-            self._contexts.pending_errors.forget(self.record.name)
+            self._contexts.pending_errors.pop(self.record.name, None)
 
 
 def live_turns(

@@ -7,7 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.contexts.tolerance import KEPT, allocate, chunk_mass, sightings
+from jaxllm.contexts.codecs import ChunkShape
+from jaxllm.contexts.tolerance import (
+    KEPT,
+    Candidate,
+    allocate,
+    choose,
+    chunk_mass,
+    kept_shares,
+    sightings,
+)
 from jaxllm.errors import ConfigError
 
 
@@ -71,29 +80,12 @@ def test_the_newest_count_as_the_densest():
     assert allocate(density, 6, sizes=QUARTERS, newest=1).tolist() == [2, 2, 2, 2, 4]
 
 
-@pytest.mark.parametrize(("budget", "bits"), [(30, 8), (12, 2)])
-def test_at_the_bounds_all_are_equal(budget, bits):
-    assert allocate(np.array([0.1, 0.2, 0.0]), budget, sizes=WITH_SCALES).tolist() == [bits] * 3
-
-
-def test_scales_are_paid_for():
-    """Half of 8 bits without scales are 4 bits; with them, two bits per value, it is half of the chunks."""
-    density = np.arange(8.0)
-    assert set(allocate(density, 16, sizes=QUARTERS, newest=0, kept={8: 1.0, 4: 1.0, 2: 0.0})) == {4}
-    bits = allocate(density, 40, sizes=WITH_SCALES, newest=0, kept={8: 1.0, 4: 1.0, 2: 0.0})
-    assert bits.tolist() == [2] * 4 + [4] * 4
-
-
 def test_what_widths_keep_decides():
     """A model that 4 bits cost as much as 2 gets 8 bits and 2."""
     density = np.arange(1.0, 7.0)
     fitted = allocate(density, 12, sizes=QUARTERS, newest=0, kept={8: 1.0, 4: 0.5, 2: 0.5})
     assert fitted.tolist() == [2, 2, 2, 2, 8, 8]
     assert set(allocate(density, 12, sizes=QUARTERS, newest=0)) == {4}
-
-
-def test_no_chunks_take_no_bits():
-    assert allocate(np.zeros(0), 0, sizes=QUARTERS).tolist() == []
 
 
 def test_bad_input_is_told():
@@ -103,3 +95,40 @@ def test_bad_input_is_told():
         allocate(np.ones(3), 11, sizes=WITH_SCALES)
     with pytest.raises(ConfigError, match="finite"):
         allocate(np.array([1.0, np.nan]), 9, sizes=QUARTERS)
+
+
+# The choice of codecs, from errors made by hand
+
+
+SHORT, LONG = Candidate("channel", 16), Candidate("channel", 64)
+SHAPES = [ChunkShape(heads=2, tokens=16, width=16)] * 2
+EVEN = np.ones((2, 2), np.float32)
+
+
+def errors(eight: float, four: float, two: float) -> np.ndarray:
+    """The same for both layers, keys and values."""
+    return np.broadcast_to(np.array([eight, four, two], np.float32)[:, None], (2, 3, 2))
+
+
+def test_kept_is_what_is_not_lost_where_it_matters():
+    """Only the values of the second layer matter."""
+    own = np.zeros((2, 3, 2), np.float32)
+    own[1, :, 1], own[0] = [0.25, 0.5, 3.0], 0.9
+    weights = np.array([[0, 0], [0, 7]], np.float32)
+    assert dict(kept_shares(own, weights)) == {8: 0.75, 4: 0.5, 2: 0.0}
+    # Nothing matters: all alike. Noise makes no width better than a wider one.
+    assert dict(kept_shares(errors(0.5, 0.25, 0.5), 0 * EVEN)) == {8: 0.5, 4: 0.5, 2: 0.5}
+
+
+def test_equal_bytes_decide():
+    """Half of the bytes are 4 bits in longer chunks, and half of the chunks at 2 bits in shorter ones."""
+    measured = {SHORT: errors(0.0, 0.01, 0.1), LONG: errors(0.0, 0.02, 0.2)}
+    chosen, lost = choose(measured, EVEN, SHAPES, 0.5)
+    assert chosen == LONG
+    assert lost[SHORT] == pytest.approx((0.01 + 0.1) / 2)
+    # 0.45 are 4 bits; of the 0.4 to 8 bits an eighth is left.
+    assert lost[LONG] == pytest.approx(7 / 8 * 0.02)
+    assert choose(measured, EVEN, SHAPES, 0.6)[0] == SHORT
+    assert choose(measured, EVEN, SHAPES, 0.25)[1][SHORT] == float("inf")
+    with pytest.raises(ConfigError, match=r"a ratio of 0\.2 is less than all measured codecs take"):
+        choose(measured, EVEN, SHAPES, 0.2)

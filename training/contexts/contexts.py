@@ -91,7 +91,7 @@ def calibrate_contexts(
         **facts,
         "codec": chosen.codec,
         "chunk_tokens": chosen.chunk_tokens,
-        "lost": {_named(each): _rounded(share) for each, share in lost.items() if np.isfinite(share)},
+        "lost": {_named(each): float(f"{share:.3g}") for each, share in lost.items() if np.isfinite(share)},
         "kept": {
             _named(each): {
                 str(bits): round(share, 6) for bits, share in kept_shares(own, sensitivity).items()
@@ -99,18 +99,14 @@ def calibrate_contexts(
             for each, own in errors.items()
         },
         "sensitivity": {
-            part: [_rounded(each) for each in sensitivity[:, place].tolist()]
-            for place, part in enumerate(("keys", "values"))
+            part: [float(f"{each:.3g}") for each in sensitivity[:, place].tolist()]
+            for place, part in enumerate(PARTS)
         },
     }
 
 
 def _named(candidate: Candidate) -> str:
     return f"{candidate.codec}, {candidate.chunk_tokens} tokens"
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.3g}")
 
 
 def _rows(bundle: Bundle, recipe: ContextRecipe, paths: Sequence[Path]) -> list[np.ndarray]:
@@ -154,78 +150,58 @@ def context_errors(
       sensitivity_rows: number of first rows to measure sensitivities on, with the first candidate.
       progress: callback for layers of rows done, and their number.
     """
-    steps = _Steps(cfg, params)
+    head = {name: each for name, each in params.items() if not name.startswith("layers.")}
+    prefixes = [f"layers.{layer}." for layer in range(cfg.layers)]
+    layers = [
+        {name.removeprefix(each): value for name, value in params.items() if name.startswith(each)}
+        for each in prefixes
+    ]
+    # Equal layers share compiled code: their parameters are named within a layer.
+    first: dict[object, int] = {}
+    like = [
+        first.setdefault(
+            (cfg.units(each), cfg.attention_windows[each], cfg.layer_rope(each), cfg.is_sparse(each)), each
+        )
+        for each in range(cfg.layers)
+    ]
+    run = jax.jit(functools.partial(_run, cfg=cfg), static_argnames=("like", "coded", "disturb"))
+    end = jax.jit(
+        lambda head, x: jax.nn.log_softmax(logits(head, final_normed(head, x, cfg=cfg)[0], cfg=cfg))
+    )
+    begin = jax.jit(
+        lambda head, ids: embed_tokens(head, ids, jnp.arange(ids.shape[1], dtype=jnp.int32)[None], cfg=cfg)
+    )
+
+    def output(
+        x: jax.Array, layer: int, coded: tuple[_Coded, ...] = (), *, disturb: bool = False
+    ) -> tuple[jax.Array, jax.Array]:
+        return run(layers[layer], x, like=like[layer], coded=coded, disturb=disturb)
+
     coded = [_Coded(each, bits, part) for each in candidates for bits in WIDTHS for part in PARTS]
     narrowest = [_Coded(candidates[0], min(WIDTHS), part) for part in PARTS]
     errors, diverged = np.zeros((cfg.layers, len(coded))), np.zeros((cfg.layers, len(PARTS)))
     for number, row in enumerate(rows):
-        x = steps.begin(row)
+        x = begin(head, np.asarray(row, np.int32)[None])
         inputs = []
         for layer in range(cfg.layers):
             inputs.append(x)
-            x, found = steps.layer(x, layer, tuple(coded))
+            x, found = output(x, layer, tuple(coded))
             errors[layer] += np.asarray(found, np.float64) / len(rows)
             progress(number * cfg.layers + layer + 1, len(rows) * cfg.layers)
         if number >= sensitivity_rows:
             continue
-        exact = steps.end(x)
+        exact = end(head, x)
         for layer, begun in enumerate(inputs):
             for place, each in enumerate(narrowest):
-                x = steps.disturbed(begun, layer, each)
+                x, _ = output(begun, layer, (each,), disturb=True)
                 for later in range(layer + 1, cfg.layers):
-                    x, _ = steps.layer(x, later, ())
-                diverged[layer, place] += float(_divergence(exact, steps.end(x)))
+                    x, _ = output(x, later)
+                diverged[layer, place] += float(_divergence(exact, end(head, x)))
     measured = min(len(rows), sensitivity_rows)
     by_candidate = errors.reshape(cfg.layers, len(candidates), len(WIDTHS), len(PARTS)).astype(np.float32)
     least = by_candidate[:, 0, WIDTHS.index(min(WIDTHS))]
     sensitivity = (diverged / measured / np.maximum(least, np.float32(1e-12))).astype(np.float32)
     return {each: by_candidate[:, place] for place, each in enumerate(candidates)}, sensitivity
-
-
-class _Steps:
-    """The compiled parts of a model's forward pass over one text."""
-
-    def __init__(self, cfg: ModelConfig, params: Params) -> None:
-        self._cfg = cfg
-        self._head = {name: each for name, each in params.items() if not name.startswith("layers.")}
-        prefixes = [f"layers.{layer}." for layer in range(cfg.layers)]
-        self._layers = [
-            {name.removeprefix(each): value for name, value in params.items() if name.startswith(each)}
-            for each in prefixes
-        ]
-        # Equal layers share compiled code: their parameters are named within a layer.
-        self._like: dict[object, int] = {}
-        self._layer = jax.jit(functools.partial(_run, cfg=cfg), static_argnames=("like", "coded", "disturb"))
-
-        def begin(params: Params, tokens: jax.Array) -> jax.Array:
-            positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-            return embed_tokens(params, tokens, positions, cfg=cfg)
-
-        def end(params: Params, x: jax.Array) -> jax.Array:
-            return jax.nn.log_softmax(logits(params, final_normed(params, x, cfg=cfg)[0], cfg=cfg))
-
-        self._begin, self._end = jax.jit(begin), jax.jit(end)
-
-    def begin(self, row: np.ndarray) -> jax.Array:
-        """The first layer's input `[1, T, D]`."""
-        return self._begin(self._head, np.asarray(row, np.int32)[None])
-
-    def layer(self, x: jax.Array, layer: int, coded: tuple[_Coded, ...]) -> tuple[jax.Array, jax.Array]:
-        """The exact output of a layer, and the error of each of `coded`."""
-        return self._layer(self._layers[layer], x, like=self._equal(layer), coded=coded, disturb=False)
-
-    def disturbed(self, x: jax.Array, layer: int, coded: _Coded) -> jax.Array:
-        """Returns the output of a layer that attends to stored keys and values."""
-        return self._layer(self._layers[layer], x, like=self._equal(layer), coded=(coded,), disturb=True)[0]
-
-    def end(self, x: jax.Array) -> jax.Array:
-        """Log-probabilities of next tokens `[T, V]`."""
-        return self._end(self._head, x)
-
-    def _equal(self, layer: int) -> int:
-        cfg = self._cfg
-        like = (cfg.units(layer), cfg.attention_windows[layer], cfg.layer_rope(layer), cfg.is_sparse(layer))
-        return self._like.setdefault(like, layer)
 
 
 def _run(
@@ -234,6 +210,19 @@ def _run(
     """Returns a layer's output and errors; with `disturb` the output is that of the one in `coded`."""
     positions, starts = jnp.arange(x.shape[1], dtype=jnp.int32)[None], jnp.zeros(x.shape[:2], jnp.int32)
     rope = cfg.layer_rope(like)
+
+    def stored(k: jax.Array, v: jax.Array, each: _Coded) -> tuple[jax.Array, jax.Array]:
+        """Keys and values `[1, T, K, H]`, with one part as read from storage."""
+        size, (_, count, heads, width) = each.candidate.chunk_tokens, k.shape
+        codec = ChunkFormat.named(each.candidate.codec, size).codec
+        shape = ChunkShape(heads=heads, tokens=size, width=width)
+        chunks = [
+            rows[0].astype(jnp.float32).reshape(count // size, size, heads, width).swapaxes(1, 2)
+            for rows in (k, v)
+        ]
+        decoded = codec.decode(codec.encode(*chunks, shape, each.bits), shape, each.bits)
+        keys, values = (rows.swapaxes(1, 2).reshape(k.shape).astype(k.dtype) for rows in decoded)
+        return (keys, v) if each.part == "keys" else (k, values)
 
     def attend(new: Heads, used: UsedUnits | None) -> tuple[jax.Array, jax.Array]:
         # All units are used.
@@ -246,28 +235,12 @@ def _run(
             q, k = rotate(q, *cos_sin), rotate(k, *cos_sin)
         exact, errors, out = attention(q, k, v), [], None
         for each in coded:
-            out = attention(q, *_stored(k, v, each))
+            out = attention(q, *stored(k, v, each))
             errors.append(jnp.sum(jnp.square(out - exact)) / jnp.sum(jnp.square(exact)))
         return out if disturb and out is not None else exact, jnp.stack(errors) if errors else jnp.zeros(0)
 
     x, errors, _ = run_layer(LayerParams(own, ""), x, cfg, like, attend)
     return x, errors
-
-
-def _stored(k: jax.Array, v: jax.Array, coded: _Coded) -> tuple[jax.Array, jax.Array]:
-    """Keys and values `[1, T, K, H]`, with one part as read from storage."""
-    size, (_, count, heads, width) = coded.candidate.chunk_tokens, k.shape
-    codec = ChunkFormat.named(coded.candidate.codec, size).codec
-    shape = ChunkShape(heads=heads, tokens=size, width=width)
-
-    def chunks(rows: jax.Array) -> jax.Array:
-        return rows[0].astype(jnp.float32).reshape(count // size, size, heads, width).swapaxes(1, 2)
-
-    def joined(rows: jax.Array) -> jax.Array:
-        return rows.swapaxes(1, 2).reshape(k.shape).astype(k.dtype)
-
-    keys, values = codec.decode(codec.encode(chunks(k), chunks(v), shape, coded.bits), shape, coded.bits)
-    return (joined(keys), v) if coded.part == "keys" else (k, joined(values))
 
 
 @jax.jit

@@ -103,7 +103,7 @@ class ResponseStore:
             self._run, self.close = database.run, database.close
         else:
             self._run, self.close = _in_memory()
-        if vault is not None and not vault.ledger.is_sealed:
+        if vault is not None and not vault.is_sealed:
             # Encrypt the responses of a store that had no keys.
             for (number,) in self._run("SELECT number FROM responses WHERE sealed = 0"):
                 ((*row, checksum),) = self._run(f"{_SELECT} WHERE number = ?", number)

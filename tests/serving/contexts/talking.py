@@ -5,9 +5,9 @@ import contextlib
 import numpy as np
 
 from jaxllm.contexts.recompute import Delay
-from jaxllm.serving.contexts.chunks import Delays
 from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.memory import Delays
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.engine.request import GenerationConfig, Session
 
@@ -74,3 +74,17 @@ def answers_without_contexts(engine, turns, count=6):
         answers.append(engine.stream(tokens, config, session=session).result().tokens)
         tokens += answers[-1]
     return answers
+
+
+def damaged(contexts, context, chunk, layer=1):
+    """Changes a byte of a stored chunk."""
+    folder = contexts.store.root / "app-mail" / context.name
+    blob = contexts.store.open(context.name).read(layer, [chunk])[0].tobytes()
+    for path in folder.glob("*.kv"):
+        raw = bytearray(path.read_bytes())
+        at = raw.find(blob)
+        if at >= 0:
+            raw[at + 7] ^= 255
+            path.write_bytes(raw)
+            return
+    raise AssertionError("the chunk is in no file")

@@ -1,6 +1,7 @@
 """The catalog: any flipped bit is seen, no field is believed, and failures leave a state before or after."""
 
 import dataclasses
+import errno
 import os
 import random
 import shutil
@@ -12,12 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, Unreadable
-from jaxllm.serving.contexts.layout import CATALOG, LOG_SUFFIX, Database, folder_name
+from jaxllm.contexts.recompute import LOST
+from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError, Unreadable
+from jaxllm.serving.contexts.layout import CATALOG, LOG_SUFFIX, Database
 from jaxllm.serving.contexts.record import decoded, encoded
 from jaxllm.serving.contexts.store import ContextStore
-from tests.serving.contexts.mutations import catalog_document, rows, with_catalog_document, with_row
-from tests.serving.contexts.test_store import ORIGIN, grown, holds
+from tests.faults import FailingDevice
+from tests.serving.contexts.mutations import (
+    catalog_document,
+    change_record,
+    record_document,
+    rows,
+    with_catalog_document,
+    with_row,
+)
+from tests.serving.contexts.test_store import ORIGIN, contents, grown, holds
 
 
 @pytest.fixture
@@ -46,15 +56,11 @@ def test_what_is_written_is_read_by_its_owner_alone(kept):
         path.name for path in root.glob("app-*/*")
     }
     assert sorted(each.name for each in root.iterdir()) == ["app-calendar", "app-mail", CATALOG, "lock"]
-    with ContextStore(root):
-        for path in (root / CATALOG, root / f"{CATALOG}{LOG_SUFFIX}"):
-            assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_a_deleted_context_cannot_be_read_in_the_file(kept):
-    root, record, _ = kept
+    # And a deleted context by nobody.
     tokens = b",".join(b"%d" % each for each in (70001, 70002, 70003, 70004))
     with ContextStore(root) as store:
+        for path in (root / CATALOG, root / f"{CATALOG}{LOG_SUFFIX}"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
         store.commit(dataclasses.replace(record, tokens=(70001, 70002, 70003, 70004)))
         size = (root / CATALOG).stat().st_size
         assert tokens in (root / CATALOG).read_bytes()
@@ -116,7 +122,6 @@ def test_a_damaged_structure_is_made_anew_of_what_can_be_read(kept):
             store.commit(record)
         (damage,) = store.verify(repair=True)
         assert (root / damage.aside).read_bytes() == bytes(raw)
-        assert store.verify() == []
         assert holds(store, record.name) == record
         store.commit(record)
     with ContextStore(root) as store:
@@ -148,16 +153,6 @@ def test_a_log_whose_end_is_lost_is_told_of(kept):
         raw[at] ^= 1
 
 
-def test_tokens_that_are_noted_outlive_a_kill_and_not_the_device(kept):
-    """The log is flushed by a commit alone: a turn's end waits for no device."""
-    root, record, _ = kept
-    with ContextStore(root) as store:
-        store.note(dataclasses.replace(record, tokens=(*record.tokens, 7)))
-        assert (root / f"{CATALOG}{LOG_SUFFIX}").stat().st_size > 0
-        store.commit(store.record(record.name))
-        assert (root / f"{CATALOG}{LOG_SUFFIX}").stat().st_size == 0
-
-
 def test_no_room_in_the_catalog_loses_nothing(kept):
     """SQLite's own error of a full device."""
     root, record, _ = kept
@@ -174,50 +169,45 @@ def test_no_room_in_the_catalog_loses_nothing(kept):
 
 
 CHANGES = [
-    {"name": "../../victim"}, {"name": [1]}, {"name": ""}, {"name": "0" * 16}, {"name": None},
-    {"app": "calendar"}, {"app": "\ud800"}, {"app": 1}, {"app": ""}, {"tokens": [-1, 0, 1, 2]},
-    {"tokens": [True] * 4}, {"tokens": [1 << 31] * 4}, {"tokens": "abcd"}, {"tokens": [1.0] * 4},
-    {"tokens": [0]}, {"tokens": {}}, {"bits": [8]}, {"bits": [8, 3]}, {"bits": [8, True]}, {"bits": [8, 0]},
-    {"bits": [8, 4.0]}, {"bits": [8, -1]}, {"bits": [8, "4"]}, {"mass": [0.5]}, {"mass": [0.5, -1.0]},
-    {"mass": [0.5, 1]}, {"mass": [0.5, 1e300]}, {"seen": [1.0, float("nan")]},
-    {"seen": [1.0, float("inf")]}, {"seen": None}, {"files": ["0.kv"]}, {"files": ["0.kv", "../../x"]},
-    {"files": ["0.kv", ""]}, {"files": ["0.kv", "x.kv"]}, {"files": ["0.kv", "01.kv"]},
+    {"name": "../../victim"}, {"name": [1]}, {"name": "0" * 16}, {"app": "calendar"}, {"app": "\ud800"},
+    {"app": 1}, {"tokens": [-1, 0, 1, 2]}, {"tokens": [True] * 4}, {"tokens": [1 << 31] * 4},
+    {"tokens": "abcd"}, {"tokens": [1.0] * 4}, {"tokens": [0]}, {"bits": [8]}, {"bits": [8, 3]},
+    {"bits": [8, True]}, {"bits": [8, 4.0]}, {"bits": [8, -1]}, {"mass": [0.5]}, {"mass": [0.5, -1.0]},
+    {"mass": [0.5, 1]}, {"mass": [0.5, 1e300]}, {"seen": [1.0, float("nan")]}, {"seen": None},
+    {"files": ["0.kv"]}, {"files": ["0.kv", "../../x"]}, {"files": ["0.kv", "01.kv"]},
     {"files": ["0.kv", 1]}, {"files": ["0.kv", "record"]}, {"checksums": {}}, {"checksums": {"0.kv": "x"}},
-    {"checksums": []}, {"checksums": {"0.kv": 1, "1.kv": 2}}, {"pinned": 1}, {"pinned": None}, {"used": -1},
-    {"used": 1 << 60}, {"used": 1.5}, {"used": True}, {"origin": None}, {"origin": {}}, {"more": 1},
-    {"created_s": -1}, {"created_s": 1.5}, {"created_s": None},
-    {"model": 1}, {"model": "a\nb"}, {"model": "x" * 5000}, {"level": 0}, {"level": 101}, {"level": True},
-    {"adapter": []}, {"codec": "zip"}, {"codec": []}, {"chunk_tokens": 0}, {"chunk_tokens": 3},
-    {"tokenizer": 1}, {"tokenizer": None}, {"tokenizer": "é"}, {"tokenizer": "x" * 5000},
-    {"tokenizer": ["a"]}, {"chunk_tokens": 1 << 40}, {"dtype": "int8"}, {"dtype": {}}, {"heads": []},
-    {"heads": [1, -1]},
-    {"heads": [10**9] * 3}, {"heads": 5}, {"head_width": 6}, {"head_width": 0}, {"head_width": 1 << 30},
+    {"checksums": []}, {"checksums": {"0.kv": 1, "1.kv": 2}}, {"pinned": 1}, {"used": -1}, {"used": 1 << 60},
+    {"used": True}, {"origin": None}, {"more": 1}, {"created_s": 1.5}, {"model": "a\nb"},
+    {"model": "x" * 5000}, {"level": 0}, {"level": 101}, {"level": True}, {"adapter": []}, {"codec": "zip"},
+    {"codec": []}, {"chunk_tokens": 0}, {"chunk_tokens": 3}, {"chunk_tokens": 1 << 40}, {"tokenizer": None},
+    {"tokenizer": "é"}, {"dtype": "int8"}, {"dtype": {}}, {"heads": []}, {"heads": [1, -1]}, {"heads": 5},
+    {"heads": [10**9] * 3}, {"head_width": 6}, {"head_width": 0},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("change", [*CHANGES, *ORIGIN.facts(), "tokens", "used"], ids=str)
-def test_no_field_is_believed_and_none_may_be_missing(kept, change):
+def test_no_field_is_believed_and_none_may_be_missing(kept):
     """Checksums are right, and so is all else."""
     root, record, _ = kept
-    document = catalog_document((root / CATALOG).read_bytes())[record.name]
-    for name in change if isinstance(change, dict) else (change,):
-        within = document if name in document or name == "more" else document["origin"]
-        if isinstance(change, dict):
-            within[name] = change[name]
-        else:
-            del within[name]
-    path = root / CATALOG
-    path.write_bytes(with_catalog_document(path.read_bytes(), {record.name: document}))
-    victim = root.parent / "victim"
+    raw, victim = (root / CATALOG).read_bytes(), root.parent / "victim"
     victim.mkdir()
-    with ContextStore(root) as store:
-        (damage,) = store.verify(repair=True)
-        assert damage.name == record.name
-        assert "malformed" in damage.reason
-        assert store.verify() == []
-        assert record.name not in {each.name for each in store.records()}
-    assert (root / damage.aside / "0.kv").exists()
-    assert (root / damage.aside / "record").read_bytes().startswith(b'{"jaxllm record":')
+    for change in [*CHANGES, *ORIGIN.facts(), "tokens", "used"]:
+        document = catalog_document(raw)[record.name]
+        for name in change if isinstance(change, dict) else (change,):
+            within = document if name in document or name == "more" else document["origin"]
+            if isinstance(change, dict):
+                within[name] = change[name]
+            else:
+                del within[name]
+        shutil.copytree(root, copy := root.with_name("copy"))
+        (copy / CATALOG).write_bytes(with_catalog_document(raw, {record.name: document}))
+        with ContextStore(copy) as store:
+            (damage,) = store.verify(repair=True)
+            assert (damage.name, "malformed" in damage.reason) == (record.name, True), change
+            assert store.verify() == []
+            assert record.name not in {each.name for each in store.records()}
+        assert (copy / damage.aside / "0.kv").exists()
+        assert (copy / damage.aside / "record").read_bytes().startswith(b'{"jaxllm record":')
+        shutil.rmtree(copy)
     assert list(victim.iterdir()) == []
 
 
@@ -249,21 +239,11 @@ def test_a_record_that_its_reader_refuses_does_not_replace_the_last(kept):
         assert store.verify() == []
 
 
-def test_a_context_that_is_made_before_1970_is_there_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("time.time", lambda: -2e9)
-    with ContextStore(tmp_path / "old") as store:
-        record = store.create("mail", ORIGIN)
-    with ContextStore(tmp_path / "old") as store:
-        assert store.record(record.name) == record
-        assert record.created_s == 0
-
-
-@pytest.mark.parametrize("app", ["", "a" * 300, "\ud800"])
-def test_an_app_needs_a_name_that_can_be_a_folder(tmp_path, app):
-    with pytest.raises(ConfigError, match="an app"):
-        folder_name(app)
-    with ContextStore(tmp_path) as store, pytest.raises(ConfigError, match="an app"):
-        store.create(app, ORIGIN)
+def test_an_app_needs_a_name_that_can_be_a_folder(tmp_path):
+    with ContextStore(tmp_path) as store:
+        for app in ("", "a" * 300, "\ud800"):
+            with pytest.raises(ConfigError, match="an app"):
+                store.create(app, ORIGIN)
 
 
 def test_a_forked_child_that_ends_leaves_the_log_to_its_parent(kept):
@@ -287,20 +267,6 @@ os.kill(os.getpid(), 9)
     with ContextStore(root) as store:
         assert store.verify() == []
         assert store.record(record.name).tokens == (*record.tokens, 1, 2)
-
-
-def test_a_database_that_is_closed_is_of_no_use(tmp_path):
-    database = Database(tmp_path / "x.sqlite", SCHEMA, kind=7, version=3)
-    database.run("INSERT INTO things VALUES (?, ?)", "a", 5)
-    database.close()
-    database.close()
-    with pytest.raises(ConfigError, match="was closed"):
-        database.run("SELECT 1")
-    again = Database(tmp_path / "x.sqlite", SCHEMA, kind=7, version=3)
-    assert again.run("SELECT value FROM things") == [(5,)]
-    again.close()
-    with pytest.raises(ConfigError, match="another program's file"):
-        Database(tmp_path / "x.sqlite", SCHEMA, kind=8, version=3)
 
 
 SCHEMA = "CREATE TABLE things (name TEXT NOT NULL UNIQUE, value INTEGER NOT NULL);"
@@ -333,3 +299,122 @@ def test_threads_share_no_statement(tmp_path):
     values = [value for (value,) in database.run("SELECT value FROM things ORDER BY value")]
     assert values == list(range(THREADS * STATEMENTS))
     database.close()
+
+
+# Damage is told apart from what storage refuses: the one is set aside and computed again, the other stays
+
+
+def two_segments(store, app):
+    """A context whose first chunk lies in another file than the two behind it."""
+    record, chunks = grown(store.create(app, ORIGIN), [8])
+    record = store.commit(record, chunks)
+    longer, chunks = grown(record, [8, 4, 8])
+    return store.commit(longer, {chunk: chunks[chunk] for chunk in (1, 2)})
+
+
+@pytest.fixture
+def two(tmp_path):
+    root = tmp_path / "store"
+    with ContextStore(root) as store:
+        record = two_segments(store, "mail")
+        two_segments(store, "calendar")
+    return root, record, root / "app-mail" / record.name
+
+
+def test_damaged_chunks_are_found_and_computed_again(two):
+    """Others of the same file stay."""
+    root, record, folder = two
+    with ContextStore(root) as store:
+        assert store.verify() == []
+        segment = store.open(record.name)._segments["1.kv"]
+        at = segment._offsets[1] + segment._starts[1][1]
+    content = bytearray((folder / "1.kv").read_bytes())
+    content[at] ^= 1
+    (folder / "1.kv").write_bytes(content)
+    (folder / "0.kv").unlink()
+    with ContextStore(root) as store:
+        (damage,) = store.verify()
+        assert (damage.app, damage.name, damage.chunks) == ("mail", record.name, (0, 2))
+        with pytest.raises(CheckpointError, match="chunk 2 of layer 1 is corrupt"):
+            store.open(record.name, [1, 2]).read(1, [1, 2])
+        store.verify(repair=True)
+        assert store.verify() == []
+        assert holds(store, record.name).bits == (LOST, 4, LOST)
+
+
+def test_chunks_that_are_not_what_the_record_says_are_damaged(two):
+    """Of other widths, tokens, levels or layouts, whatever the checksums say."""
+    root, record, folder = two
+    document = record_document(folder)
+    sums = document["checksums"]
+    for changes, chunks in (
+        # Native code would read past the blob.
+        ({"bits": [8, 8, 8]}, (1,)),
+        ({"tokens": [0, 9, 2, 3, 4, 5]}, (0, 1, 2)),
+        ({"tokens": [0, 1, 2, 3, 9, 5]}, (2,)),
+        ({"files": ["1.kv", "1.kv", "1.kv"], "checksums": {"1.kv": sums["1.kv"]}}, (0,)),
+        ({"checksums": {**sums, "0.kv": "0" * 32}}, (0,)),
+        ({"origin": {**document["origin"], "level": 50}}, (0, 1, 2)),
+        ({"origin": {**document["origin"], "heads": [4, 4, 4]}}, (0, 1, 2)),
+    ):
+        shutil.copytree(root, copy := root.with_name("copy"))
+        change_record(copy / "app-mail" / record.name, **changes)
+        with ContextStore(copy) as store:
+            (damage,) = store.verify()
+            assert (damage.name, damage.chunks) == (record.name, chunks)
+            with pytest.raises(CheckpointError, match="is not the one that the context's record means"):
+                store.open(record.name)
+            store.verify(repair=True)
+            assert store.verify() == []
+            lost = [chunk for chunk, bits in enumerate(store.record(record.name).bits) if bits == LOST]
+            assert tuple(lost) == chunks
+        shutil.rmtree(copy)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC])
+def test_a_catalog_that_storage_refuses_stays_and_comes_back(two, error):
+    """The store is not opened; once it is open it answers from what it has read."""
+    root, record, _ = two
+    before = contents(root)
+    with FailingDevice(root, at=None) as device:
+        device.fail(errno.EIO)
+        with pytest.raises(ConfigError, match="cannot be a store of contexts"):
+            ContextStore(root)
+    assert contents(root) == before
+    with ContextStore(root) as store:
+        with FailingDevice(root, at=None) as device:
+            device.fail(error)
+            with pytest.raises(JaxllmError):
+                store.commit(dataclasses.replace(record, pinned=True))
+        with pytest.raises(ContextGone, match="never made"):
+            store.record(record.name, "calendar")
+        assert holds(store, record.name).tokens == record.tokens
+        assert store.damage() == store.verify() == []
+
+
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_segment_that_storage_refuses_stays(two, monkeypatch, call):
+    """What is repaired beside it too."""
+    root, record, folder = two
+    (folder / "0.kv").write_bytes(b"")
+    before, facts, real = (folder / "1.kv").read_bytes(), os.stat(folder / "1.kv"), getattr(os, call)
+
+    def refused(file, *rest, **options):
+        if os.path.samestat(facts, os.stat(file)):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, *rest, **options)
+
+    with ContextStore(root) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, refused)
+            damage = {each.proved: each for each in store.verify(repair=True)}
+            assert damage[True].chunks == (0,)
+            assert os.strerror(errno.EIO) in damage[False].reason
+            # A call that comes now computes all of it.
+            assert store.repair(record.name).bits == (LOST, LOST, LOST)
+        assert (folder / "1.kv").read_bytes() == before
+        assert store.verify() == []
+        assert holds(store, record.name).bits == (LOST, 4, 8)
+
+
+# Mutations

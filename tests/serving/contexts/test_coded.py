@@ -10,18 +10,15 @@ import numpy as np
 import pytest
 
 from jaxllm import Engine
-from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.contexts.codecs import CODECS
 from jaxllm.errors import ConfigError
-from jaxllm.models.lora import LoraConfig
 from jaxllm.serving.contexts import restore
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.engine.step import batchable, decode_together, step
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from tests.kernels.switching import needs_native
-from tests.models.test_lora import random_adapter
-from tests.serving.contexts.conftest import CFG, OPTIONS
+from tests.serving.contexts.conftest import OPTIONS
 from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, begun, found, new, say
 
 pytestmark = needs_native
@@ -69,21 +66,6 @@ def test_density_and_widths_are_those_of_decoded_chunks(kept, codec):
     np.testing.assert_allclose(coded.mass, decoded.mass, rtol=2e-2)
 
 
-def test_a_table_lasts_as_long_as_its_chunks(kept):
-    contexts = kept("kivi", coded=True)
-    first, second = new(contexts), new(contexts)
-    for context in (first, second, first, second):
-        say(context, TURNS[0][0][:20])
-    name = first.name
-    table = contexts.memory._chunk_tables[name]
-    assert table.chunks == len(first.record.bits)
-    # The next call begins with it.
-    say(first, TURNS[0][1])
-    assert contexts._last[1].chunks is table
-    contexts.memory.forget(name)
-    assert name not in contexts.memory._chunk_tables
-
-
 def test_chunks_that_leave_memory_are_freed(kept):
     """Though whoever asked keeps an answer, whose session had their chunk table."""
     contexts = kept("kivi", coded=True)
@@ -109,23 +91,6 @@ def test_chunks_that_leave_memory_are_freed(kept):
     contexts.resize(1 << 20)
     assert say(first, TURNS[0][1]).restoration.resident == 0
     assert len(answers) + len(more) == 5
-
-
-def test_lost_chunks_are_computed_in_a_cache(kept):
-    contexts = kept(coded=True)
-    wanted = answers_without_contexts(contexts.engine, TURNS[0])
-    context, other = new(contexts), new(contexts)
-    assert say(context, TURNS[0][0]).tokens == wanted[0]
-    say(other, TURNS[1][0])
-    contexts.store.commit(context.record.lose({0}))
-    contexts.memory.forget(context.name)
-    answer = say(context, TURNS[0][1])
-    assert answer.tokens == wanted[1]
-    assert answer.restoration.computed
-    assert contexts._last[1].cache.coded_tokens == 0
-    say(other, TURNS[1][1])
-    assert say(context, TURNS[0][2]).tokens == wanted[2]
-    assert contexts._last[1].cache.coded_tokens > 0
 
 
 def test_a_long_tail_is_left_behind(kept, monkeypatch):
@@ -160,12 +125,15 @@ def test_a_context_with_chunks_in_front_slides(kept):
 
 
 def test_levels_read_their_own_heads(kept):
-    answers = []
+    """And chunks that are decoded are of their level, too."""
     for coded in (False, True):
         contexts = kept(weights="int8", levels=(50,), coded=coded)
-        context, other = new(contexts, level=50), new(contexts)
-        answers.append([[say(each, TURNS[0][turn]).tokens for each in (context, other)] for turn in range(3)])
-    assert answers[0] == answers[1]
+        mine = {level: new(contexts, level=level) for level in (50, 100)}
+        wanted = {level: answers_without_contexts(contexts.engine.at(level), TURNS[0]) for level in mine}
+        for turn in range(3):
+            for level, context in mine.items():
+                answer = say(context, TURNS[0][turn])
+                assert (answer.tokens, context.level) == (wanted[level][turn], level)
 
 
 def test_a_switch_in_memory_looks_at_no_chunk(kept, monkeypatch):
@@ -199,15 +167,14 @@ def test_a_switch_in_memory_looks_at_no_chunk(kept, monkeypatch):
 
 # Engines by name: their weights, and what they do besides.
 KINDS = {
-    "int8": ("int8", {"adapter_rank": 4, "batch_rows": (2, 4)}),
-    "int8-nested": ("int8-nested", {}),
+    "int8": ("int8", {"batch_rows": (2, 4)}),
     "drafts": ("int8", {"drafts": SpeculationOptions(drafter="ngram")}),
 }
 
 
 @pytest.fixture
 def alike(kept):
-    """What a function returns of contexts whose answers decode chunks, which is what it returns of others."""
+    """Asserts that a function returns the same of contexts whose answers decode chunks, and of others."""
 
     def run(kind, talk):
         weights, engine = KINDS[kind]
@@ -220,7 +187,6 @@ def alike(kept):
             for each in contexts.store.records():
                 contexts.delete(each.name)
         assert found[0] == found[1]
-        return found[1]
 
     return run
 
@@ -235,18 +201,6 @@ def coded_engine(engine_of):
         return Engine.open(path, options=options, speculation=speculation, warm_up=False)
 
     return opened
-
-
-def by_turns(contexts, count=6, **options):
-    """Answers of two contexts that take turns, so that each call restores its own."""
-    mine = [new(contexts, **options) for _ in range(2)]
-    said = []
-    for turn in range(3):
-        for context, turns in zip(mine, TURNS, strict=False):
-            said.append(say(context, turns[turn], count).tokens)
-    if contexts.engine.options.attend_coded:
-        assert contexts._last[1].cache.coded_tokens > 0
-    return said
 
 
 def together(contexts):
@@ -298,7 +252,6 @@ def caches_of_ended_answers_that_are_copied(contexts):
 @pytest.mark.parametrize(
     ("kind", "talk"),
     [
-        ("int8-nested", by_turns),
         ("int8", together),
         ("int8", beginnings_that_are_shared),
         ("int8", caches_of_ended_answers_that_are_copied),
@@ -307,29 +260,6 @@ def caches_of_ended_answers_that_are_copied(contexts):
 )
 def test_what_attends_to_coded_chunks_answers_alike(alike, kind, talk):
     alike(kind, talk)
-
-
-@pytest.mark.slow
-def test_adapters(alike, tmp_path):
-    """And what the same engines say without one."""
-    lora = LoraConfig(rank=4, alpha=16, targets=("attn.q", "attn.v", "ffn.down"))
-    write_adapter(tmp_path / "adapter", CFG, lora, random_adapter(CFG, lora, 3))
-
-    def adapted(contexts):
-        contexts.engine.set_adapter(tmp_path / "adapter")
-        said = by_turns(contexts)
-        contexts.engine.set_adapter(None)
-        return said
-
-    assert alike("int8", adapted) != alike("int8", by_turns)
-
-
-def test_a_model_that_drafts_by_itself_does_not_where_it_could_not(coded_engine, monkeypatch):
-    monkeypatch.setattr("jaxllm.serving.opening.engine._LEAST_DRAFTING_BYTES", 0)
-    for coded in (False, True):
-        engine = coded_engine("int8-nested", SpeculationOptions.by_itself(), coded=coded)
-        assert (engine.speculation is None) == coded
-        engine.close()
 
 
 def test_what_cannot_is_refused_by_name(kept, engine_of, coded_engine, monkeypatch):

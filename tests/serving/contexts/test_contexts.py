@@ -1,6 +1,7 @@
 """Contexts of apps: their calls go on as one conversation, whatever ran in between and whatever was lost; and
 how long they hold what they hold: answers after their service, pins, slides."""
 
+import dataclasses
 import gc
 import json
 import logging
@@ -13,14 +14,17 @@ import numpy as np
 import pytest
 
 from jaxllm.contexts.codecs import RAW
+from jaxllm.contexts.recompute import LOST
+from jaxllm.contexts.tolerance import sightings
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextOverflow
-from jaxllm.serving.contexts.chunks import UNMEASURED_READ, measure_read
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.memory import UNMEASURED_READ, measure_read
 from jaxllm.serving.contexts.store import ContextStore
-from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.engine.request import GenerationConfig, Sliding
+from jaxllm.serving.engine.step import step
 from jaxllm.serving.host.direct_io import Storage
 from tests.faults import FailingDevice
-from tests.kernels.switching import needs_native
-from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, begun, found, new, say
+from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, begun, damaged, found, new, say
 
 ROOT = Path(__file__).parents[3]
 
@@ -90,23 +94,6 @@ next(left)
         assert store.verify() == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "weights", [pytest.param("f32", marks=pytest.mark.campaign), pytest.param("int8", marks=needs_native)]
-)
-def test_levels_keep_contexts_of_their_own(kept, weights):
-    """With chunk_io of each level's own, and with one set for all."""
-    contexts = kept("raw", weights, (50,))
-    half, whole = new(contexts, level=50), new(contexts)
-    assert (half.level, whole.level) == (50, 100)
-    first = [say(each, TURNS[0][0]) for each in (half, whole)]
-    again = [say(each, TURNS[0][1]) for each in (half, whole)]
-    assert [each.restoration.resident for each in again] == [2, 2]
-    for level, context, answers in ((50, half, (first[0], again[0])), (100, whole, (first[1], again[1]))):
-        wanted = answers_without_contexts(contexts.engine.at(level), TURNS[0][:2])
-        assert [each.tokens for each in answers] == wanted, context
-
-
 def test_a_context_slides_past_the_window(kept):
     """Its first chunk stays where it is, its newest tokens are computed where they come to stand."""
     contexts = kept()
@@ -117,6 +104,11 @@ def test_a_context_slides_past_the_window(kept):
     with pytest.raises(ContextOverflow):
         say(context, TURNS[1][0])
     assert context.tokens == before
+    # Nothing slides before an answer has ended.
+    context.generate(TURNS[1][0], max_tokens=4, slide=True).close()
+    dropped = context.generate(TURNS[1][0], max_tokens=4, slide=True)
+    assert context.tokens == before
+    del dropped
     # Of 128 there is room for 91 before; half of 128 are kept.
     answer = context.generate(TURNS[1][0], max_tokens=4, ignore_eos=True, slide=True).result()
     wanted = [*before[:C], *before[-48:], *TURNS[1][0]]
@@ -164,19 +156,6 @@ def test_widths_follow_the_ratio_and_never_rise(kept):
 def test_a_ratio_that_scales_leave_no_room_for_is_refused(kept):
     with pytest.raises(ConfigError, match=r"a ratio of 0\.39 is less than 0\.4, which chunks take at 2 bits"):
         kept("kivi", ratio=0.39)
-
-
-def test_mass_adds_up_over_calls_and_restarts(kept):
-    """Each query hands out one of each head, of which the tail behind the last chunk gets its part."""
-    contexts = kept("kivi")
-    context, other = new(contexts), new(contexts)
-    say(context, TURNS[0][0], 3)
-    say(other, TURNS[1][0], 3)
-    say(context, TURNS[0][1], 3)
-    record, cfg = context.record, contexts.engine.cfg
-    fed = (37 + 2) + (37 + 3 + 5 + 2 - 32)
-    assert 0.5 * fed * cfg.heads * cfg.layers < sum(record.mass) < fed * cfg.heads * cfg.layers
-    assert record.seen[0] > record.seen[1] > 0
 
 
 def test_compressed_contexts_come_back_alike(kept):
@@ -234,22 +213,6 @@ def test_a_dropped_answer_that_cannot_be_kept_is_told_of(kept, monkeypatch, capl
     assert len(say(context, [1]).tokens) == 6
 
 
-def test_nothing_slides_before_an_answer_has_ended(kept):
-    contexts = kept()
-    context = new(contexts)
-    say(context, TURNS[0][0] * 2, 20)
-    contexts.store.wait()
-    before, prompt = context.record, [5] * 60
-    context.generate(prompt, max_tokens=4, slide=True)
-    context.generate(prompt, max_tokens=4, slide=True).close()
-    assert context.record == before
-    answer = context.generate(prompt, max_tokens=4, ignore_eos=True, slide=True)
-    next(answer)
-    assert context.record == before
-    answer.result()
-    assert len(context.tokens) < len(before.tokens) + len(prompt)
-
-
 def test_pins_leave_room_for_others(kept):
     size = kept()._chunk_io[100].chunk_bytes(RAW)
     contexts = kept(budget_bytes=12 * size)
@@ -264,19 +227,15 @@ def test_pins_leave_room_for_others(kept):
         second.pin()
 
 
-def test_a_full_device_does_not_keep_a_store_from_being_opened(tmp_path, caplog):
+def test_reads_are_timed_and_a_full_device_does_not_keep_a_store_from_being_opened(tmp_path, caplog):
+    """What others have in the folder stays."""
     with FailingDevice(tmp_path, 1, persistent=True):
         assert measure_read(tmp_path, Storage()) == UNMEASURED_READ
     assert "250 MB/s and 0.1 ms each are assumed" in caplog.text
-    assert measure_read(tmp_path, Storage()) != UNMEASURED_READ
-    assert not list(tmp_path.iterdir())
-
-
-def test_timing_reads_leaves_what_others_have_in_the_folder(tmp_path):
     (tmp_path / "meant").write_text("mine")
     (tmp_path / ".timed").symlink_to("meant")
     (tmp_path / "timed").write_text("mine")
-    measure_read(tmp_path, Storage())
+    assert measure_read(tmp_path, Storage()) != UNMEASURED_READ
     assert sorted(os.listdir(tmp_path)) == [".timed", "meant", "timed"]
     assert (tmp_path / ".timed").read_text() == (tmp_path / "timed").read_text() == "mine"
 
@@ -308,8 +267,145 @@ def test_a_budget_below_what_runs_or_is_pinned_is_refused(kept):
         say(context, [1])
 
 
-def test_what_is_no_budget_is_refused(kept):
+# What fails: nothing older is lost, and all of it is told
+
+
+@pytest.mark.parametrize("layer", [0, 2, "gone"])
+def test_a_corrupt_chunk_is_computed_from_the_text(kept, layer):
+    """In whichever layer; and where the segment is gone."""
+    contexts, context, wanted = begun(kept)
+    if layer == "gone":
+        contexts.store.wait()
+        (contexts.store.root / "app-mail" / context.name / "0.kv").unlink()
+    else:
+        damaged(contexts, context, 1, layer)
+    contexts = kept(read=True)
+    context = found(contexts, context)
+    answer = say(context, TURNS[0][1])
+    how = ((), (0, 1)) if layer == "gone" else ((0,), (1,))
+    assert (answer.restoration.read, answer.restoration.computed) == how
+    assert answer.tokens == wanted[1]
+    # And is whole on storage from now on.
+    assert LOST not in context.record.bits
+    assert contexts.store.verify() == []
     contexts = kept()
-    for budget in (0, -1, 1.5, "1MB", True, None):
-        with pytest.raises(ConfigError, match="budget_bytes must be a whole number of at least 1"):
-            contexts.resize(budget)
+    assert say(found(contexts, context), TURNS[0][2]).tokens == wanted[2]
+
+
+def test_one_call_at_a_time_runs_in_a_context(kept):
+    contexts = kept()
+    first = new(contexts)
+    running = first.generate(TURNS[0][0], max_tokens=9, ignore_eos=True)
+    next(running)
+    with pytest.raises(ConfigError, match="one call at a time runs in it"):
+        say(first, [1])
+    with pytest.raises(ConfigError, match="is answering; close its answer"):
+        first.delete()
+    late = first.generate([1])
+    running.result()
+    with pytest.raises(ConfigError, match="went on since"):
+        next(late)
+    assert len(say(first, [1]).tokens) == 6
+
+
+def test_calls_of_different_contexts_take_turns(kept):
+    contexts = kept()
+    wanted = [answers_without_contexts(contexts.engine, turns) for turns in TURNS]
+    there = [new(contexts) for _ in TURNS]
+    for number in range(3):
+        running = [
+            each.generate(turns[number], max_tokens=6, ignore_eos=True)
+            for each, turns in zip(there, TURNS, strict=True)
+        ]
+        while any(each.stage != "ended" for each in running):
+            step(*(each for each in running if each.stage != "ended"))
+        assert [each.tokens for each in running] == [each[number] for each in wanted]
+    # Those that are dropped or stopped in the middle keep their tokens, and unlock their contexts.
+    running = [each.generate([1, 2], max_tokens=40, ignore_eos=True) for each in there]
+    for each in running:
+        next(each)
+    del running[0], each
+    contexts.stop()
+    with pytest.raises(ConfigError, match="ended by its service"):
+        running[0].result()
+    for each, turns in zip(there, TURNS, strict=True):
+        assert len(each.tokens) > sum(map(len, turns)) + 3 * 6 + 2
+        assert len(say(each, [1]).tokens) == 6
+    assert contexts.memory.kept_bytes == 0
+
+
+def test_bad_input_is_told(kept, engine_of):
+    contexts = kept(contexts_per_app=1)
+    context = new(contexts)
+    with pytest.raises(BudgetExceeded, match="owns 1 contexts of at most 1"):
+        new(contexts)
+    with pytest.raises(ConfigError, match="level 70 is not served"):
+        new(contexts, "calendar", level=70)
+    for prompt in ([], "", "  "):
+        with pytest.raises(ConfigError, match="the prompt is empty"):
+            context.generate(prompt)
+    with pytest.raises(ConfigError, match="an instruction comes with"):
+        context.generate([1], instruction="Be short.")
+    with pytest.raises(ContextOverflow):
+        context.generate([1] * 129)
+    with pytest.raises(ConfigError, match="no eviction policy"):
+        dataclasses.replace(contexts.options, policy="random")
+    plain = type("Plain", (), {"options": dataclasses.replace(contexts.engine.options, kv_codec="")})()
+    with pytest.raises(ConfigError, match="keeps no contexts"):
+        Contexts(plain, contexts.options)
+
+
+# Answers that outgrow the window go on, and what is kept of them is what a prefill of it gives
+
+
+PROMPT = TURNS[0][0]
+
+
+def reference(engine, prompt, count, sinks):
+    """What is answered if every slide is a new request, and the sequence that is left."""
+    window, sequence, said = engine.options.context_tokens, list(prompt), []
+    while True:
+        room = min(count - len(said), window - len(sequence) + 1)
+        config = GenerationConfig(max_tokens=room, ignore_eos=True)
+        fresh = engine.generate(sequence, config).tokens
+        said, sequence = said + fresh, sequence + fresh
+        if len(said) == count:
+            return said, sequence
+        sequence = sequence[:sinks] + sequence[-(window // 2 - sinks) :]
+
+
+def test_sinks_that_leave_no_room_are_refused(engine_of):
+    for sinks in (-1, 63):
+        with pytest.raises(ConfigError, match="tokens cannot stay"):
+            engine_of("raw").stream(PROMPT, sliding=Sliding(sink_tokens=sinks))
+
+
+def test_a_context_that_slid_in_an_answer_goes_on_after_a_restart(kept, compiles):
+    """Token for token after several slides, and each chunk's attention is counted where it stood."""
+    contexts = kept()
+    context, engine = new(contexts), contexts.engine
+    said, sequence = reference(engine, PROMPT, 230, C)
+    with compiles() as count:
+        answer = context.generate(PROMPT, max_tokens=230, ignore_eos=True, slide=True).result()
+        assert count() == 0
+    assert answer.tokens == said
+    assert context.tokens == tuple(sequence)
+    record, held = context.record, len(sequence) - 1
+    assert len(record.bits) == held // C
+    assert sorted(contexts.memory.chunks(context.name)) == [*range(held // C)]
+    assert contexts.store.verify() == []
+
+    cfg = engine.cfg
+    model = dict(heads=[cfg.heads] * cfg.layers, windows=cfg.attention_windows)
+    # 37 and 92 of 230 fill the window; each time 64 stay, and 65 more fill it again.
+    last = sightings(C, held, held // C, C, **model)
+    whole = [sightings(first, 128, 1, C, **model)[0] for first in (0, C, C)]
+    assert record.seen == pytest.approx([last[0] + sum(whole), *last[1:]])
+    density = np.array(record.mass) / record.seen
+    assert np.all((density > 0) & (density < 1))
+
+    contexts = kept()
+    later = say(found(contexts, context), TURNS[0][1])
+    config = GenerationConfig(max_tokens=6, ignore_eos=True)
+    assert later.tokens == engine.generate([*sequence, *TURNS[0][1]], config).tokens
+    assert later.reused_tokens == held // C * C

@@ -6,9 +6,6 @@ import numpy as np
 import pytest
 
 from jaxllm import Engine
-from jaxllm.bundle import Bundle, expert_widths, lay_experts_apart
-from jaxllm.bundle.levels import elastic_parts
-from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.sampling import Sampling
 from jaxllm.serving.contexts.context import Context
@@ -16,17 +13,13 @@ from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.contexts.record import conversation_turn_ids
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.experts.store import ExpertStore
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
-from jaxllm.serving.opening.weight_source import budget_with_experts
-from tests import tiny, tiny_encdec
+from tests import tiny
 from tests.kernels.switching import needs_native
 from tests.serving.contexts.talking import kept_by
 from tests.serving.memory import budget
-from tests.serving.speculation.test_speculative import sharp
-from tests.serving.test_encoder_decoders import CFGS, LADDER, ordered, write
-from tests.serving.test_streamed_encoder_decoders import BART, MARIAN, SWITCH, T5, TREES, written
+from tests.serving.test_streamed_encoder_decoders import BART, MARIAN, T5, TREES, written
 
 OPTIONS = EngineOptions(
     context_tokens=64, cache_tokens=(64,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0, kv_codec="raw"
@@ -149,18 +142,6 @@ def test_an_end_token_is_followed_by_nothing(engine, kept):
     assert context.tokens == (*ended.tokens, 7, *answer.tokens)
 
 
-def test_chunks_are_of_their_source(kept):
-    contexts = kept()
-    one, same, other = new(contexts), new(contexts), new(contexts)
-    for context, source in ((one, SOURCES[0]), (same, SOURCES[0]), (other, SOURCES[1])):
-        say(context, source)
-        say(context, [*range(3, 20)])
-    records = [contexts.record("mail", each.name) for each in (one, same, other)]
-    assert records[0].sources == records[1].sources
-    assert not {*records[0].sources} & {*records[2].sources}
-    assert dataclasses.replace(records[0], source=records[2].source).sources != records[0].sources
-
-
 def test_what_contexts_of_encoder_decoders_refuse(engine, kept):
     context = new(kept())
     with pytest.raises(ConfigError, match="the prompt is empty"):
@@ -179,35 +160,9 @@ def test_what_contexts_of_encoder_decoders_refuse(engine, kept):
             conversation_turn_ids(tokenizer, (1, 2), messages, tools=tools)
 
 
-def _levels(folder):
-    cfg = CFGS["t5"]
-    order, params = ordered(cfg)
-    path = write(folder / "elastic.jaxllm", cfg, params, parts=elastic_parts(LADDER, order=order))
-    return path, {"levels": (70,)}, {}
-
-
-def _apart(folder):
-    # What comes together may be too many for an expert, what comes one by one never is: here nothing is.
-    cfg = dataclasses.replace(SWITCH, expert_capacity=64)
-    files = tiny_encdec.tokenizer()
-    together = tiny.write_tiny_bundle(
-        folder / "together.jaxllm", "int8", cfg=cfg, params=sharp(cfg), tokenizer=files
-    )
-    path = folder / "apart.jaxllm"
-    with Bundle.open(together) as bundle:
-        lay_experts_apart(path, bundle, expert_widths(bundle))
-    with Bundle.open(path) as bundle:
-        resolved = dataclasses.replace(OPTIONS, context_tokens=48, cache_tokens=(48,))
-        resolved = resolved.resolve(bundle.cfg, quantized=True)
-        memory = budget_with_experts(bundle, resolved, 6 * ExpertStore(bundle).largest_bytes)
-    return path, {"memory_bytes": memory}, {}
-
-
 ENGINES = {
     "bart": lambda folder: (written(folder, "bf16", BART), {}, {}),
     "marian": lambda folder: (written(folder, "int8", MARIAN), {}, {}),
-    "levels": _levels,
-    "apart": _apart,
     "coded": lambda folder: (written(folder, "int8", T5), {"attend_coded": True}, {}),
     "ngram": lambda folder: (written(folder, "int8", T5), {}, {"speculation": drafts("ngram")}),
     "nested": lambda folder: (written(folder, "int8-nested", T5), {}, {"speculation": drafts("nested")}),
@@ -228,19 +183,18 @@ def test_every_kind_of_engine_goes_on(kind, tmp_path):
     options = dataclasses.replace(OPTIONS, context_tokens=48, cache_tokens=(48,), **options)
     engine = Engine.open(path, options=options, **more)
     contexts = Contexts(engine, ContextOptions(folder=tmp_path / "store"))
-    for level in engine.levels:
-        one, other, same = (Context(contexts, contexts.create("mail", level=level)) for _ in range(3))
-        if kind == "nested":
-            wanted = [say(same, each).tokens for each in (SOURCES[0], TURNS[0])]
-        else:
-            wanted = without_contexts(engine.at(level) if level != WHOLE else engine, SOURCES[0])[:3]
-        answers = [say(one, SOURCES[0]).tokens, say(one, TURNS[0]).tokens]
-        say(other, SOURCES[1])
-        contexts.store.wait()
-        contexts.memory.forget(one.name)
-        contexts.store.commit(contexts.store.record(one.name).lose({0}))
-        answer = say(one, TURNS[1])
-        assert answer.restoration.computed == (0,)
-        assert [*answers, answer.tokens][: len(wanted)] == wanted
+    one, other, same = (Context(contexts, contexts.create("mail")) for _ in range(3))
+    if kind == "nested":
+        wanted = [say(same, each).tokens for each in (SOURCES[0], TURNS[0])]
+    else:
+        wanted = without_contexts(engine, SOURCES[0])[:3]
+    answers = [say(one, SOURCES[0]).tokens, say(one, TURNS[0]).tokens]
+    say(other, SOURCES[1])
+    contexts.store.wait()
+    contexts.memory.forget(one.name)
+    contexts.store.commit(contexts.store.record(one.name).lose({0}))
+    answer = say(one, TURNS[1])
+    assert answer.restoration.computed == (0,)
+    assert [*answers, answer.tokens][: len(wanted)] == wanted
     contexts.close()
     engine.close()

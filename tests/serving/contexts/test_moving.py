@@ -8,7 +8,7 @@ from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone
 from jaxllm.serving.contexts.context import Context, fork
 from jaxllm.serving.engine.request import GenerationConfig
 from tests.serving.contexts.mutations import change_record, record_document
-from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, begun, found, new, say
+from tests.serving.contexts.talking import READ, TURNS, C, begun, found, new, say
 
 
 def answer_of(engine, tokens, count=6, **options):
@@ -27,7 +27,6 @@ def spoken(kept):
     [
         (("kivi",), ("codec",)),
         (("raw", "int8"), ("model", "dtype")),
-        pytest.param(("channel", "int8"), ("model", "codec", "dtype"), marks=pytest.mark.campaign),
     ],
 )
 def test_tokens_go_on_with_other_settings(kept, spoken, settings, moved):
@@ -60,24 +59,6 @@ def test_a_level_that_is_not_served_gives_way_to_the_engines_own(kept):
     answer = say(context, TURNS[0][1])
     assert answer.restoration.moved == ("model", "level")
     assert answer.tokens == answer_of(contexts.engine, context.tokens[:-6])
-
-
-def test_a_layout_of_other_kernels_is_computed_again(kept, spoken):
-    """As chunks have it where other kernels read them: those of all heads, say, or of a level's alone."""
-    contexts = kept()
-    origin = {**found(contexts, spoken).record.origin.facts(), "heads": [2, 2, 2]}
-    contexts.close()
-    change_record(contexts.store.root / "app-mail" / spoken.name, origin=origin)
-    contexts = kept()
-    answer = say(found(contexts, spoken), TURNS[0][1])
-    assert answer.restoration.moved == ("heads",)
-    assert answer.tokens == answers_without_contexts(contexts.engine, TURNS[0])[1]
-
-
-def test_an_empty_context_moves_to_whatever_there_is(kept):
-    context = new(kept())
-    answer = say(found(kept("kivi"), context), TURNS[0][0])
-    assert answer.restoration.moved == ("codec",)
 
 
 def test_a_context_that_slides_while_it_moves(kept, spoken):
@@ -150,16 +131,11 @@ def test_a_fork_has_the_beginning_and_its_chunks(kept, tmp_path, encrypted):
     answer = say(found(contexts, Context(contexts, made)), TURNS[0][1])
     assert answer.reused_tokens == len(made.bits) * C
     assert answer.tokens == wanted[1]
-    assert contexts.store.verify() == []
-
-
-def test_chunks_that_are_gone_are_computed_again(kept):
-    contexts, context, wanted = begun(kept)
-    record = context.record
-    context.delete()
-    made = fork(contexts, record, len(record.tokens))
+    # Chunks that are gone are computed again.
+    made = fork(contexts, before, len(first.tokens))
     assert set(made.bits) == {LOST}
     assert say(found(contexts, Context(contexts, made)), TURNS[0][1]).tokens == wanted[1]
+    assert contexts.store.verify() == []
 
 
 def test_a_context_at_another_level_has_its_tokens_alone(kept):

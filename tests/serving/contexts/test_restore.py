@@ -1,21 +1,25 @@
 """A context comes back as a prefill would have made it, whatever is in memory, on storage or lost."""
 
 import concurrent.futures
+import functools
 import threading
 
 import numpy as np
 import pytest
 
-from jaxllm.contexts.codecs import RAW
+from jaxllm.contexts.codecs import RAW, ChunkFormat, ChunkShape
 from jaxllm.contexts.recompute import LOST, Delay
-from jaxllm.errors import CheckpointError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.kernels import native
 from jaxllm.serving.contexts.chunk_io import ChunkIO
-from jaxllm.serving.contexts.chunks import Delays, measure_read
-from jaxllm.serving.contexts.restore import StoredChunks, filling, restore
+from jaxllm.serving.contexts.memory import Delays, measure_read
+from jaxllm.serving.contexts.restore import restore
+from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.direct_io import Storage
 from jaxllm.serving.runners.runner import prefill_prompt
+from tests.kernels.switching import needs_native
 from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, begun, new, say
+from tests.tiny import TINY
 
 TOKENS = np.random.default_rng(1).integers(0, 250, 7 * C).tolist()
 FREE, DEAR = Delay(fixed_ms=0.0, per_unit_ms=1e-9), Delay(fixed_ms=100.0, per_unit_ms=100.0)
@@ -27,12 +31,20 @@ def chunk_io(engine_of):
     return ChunkIO(engine_of("raw").runner)
 
 
+def prefilled(runner, tokens):
+    """A cache, and a copy of its keys and values."""
+    _, cache = prefill_prompt(runner, runner.start(len(tokens)), tokens, 0)
+    return cache, [np.array(rows) for rows in rows_of(cache)]
+
+
+def rows_of(cache):
+    return [np.asarray(rows) for rows in (*cache.keys, *cache.values)]
+
+
 @pytest.fixture(scope="module")
 def whole(chunk_io):
     """The rows of a prefill, and its chunks as they are stored."""
-    runner = chunk_io.runner
-    _, cache = prefill_prompt(runner, runner.start(len(TOKENS)), TOKENS, 0)
-    rows = [np.array(each) for each in (*cache.keys, *cache.values)]
+    cache, rows = prefilled(chunk_io.runner, TOKENS)
     return rows, chunk_io.encode(cache, dict.fromkeys(range(7), RAW))
 
 
@@ -48,15 +60,11 @@ class Shelf:
 
 
 def brought_back(chunk_io, shelf, *, resident=(), lost=(), delays=READ):
+    bits = [LOST if chunk in lost else RAW for chunk in range(7)]
+    there, cache = {chunk: shelf.stored[chunk] for chunk in resident}, chunk_io.runner.start(len(TOKENS))
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        stored = StoredChunks(
-            tokens=TOKENS,
-            bits=[LOST if chunk in lost else RAW for chunk in range(7)],
-            resident={chunk: shelf.stored[chunk] for chunk in resident},
-            read=shelf.read,
-            pool=pool,
-        )
-        back = restore(chunk_io, chunk_io.runner.start(len(TOKENS)), stored, delays=delays)
+        read = functools.partial(pool.submit, shelf.read)
+        back = restore(chunk_io, cache, TOKENS, bits, there, read, delays=delays)
     return back.cache, back.read, back.how
 
 
@@ -85,8 +93,8 @@ def test_it_is_as_if_it_had_never_left(chunk_io, whole, resident, lost, delays, 
     assert how.resident == len(resident)
     assert set(arrived) == set(how.read)
     assert int(cache.length) == len(TOKENS)
-    for got, wanted in zip([*cache.keys, *cache.values], rows, strict=True):
-        np.testing.assert_allclose(np.asarray(got)[..., : 7 * C, :], wanted[..., : 7 * C, :], atol=2e-5)
+    for got, wanted in zip(rows_of(cache), rows, strict=True):
+        np.testing.assert_allclose(got[..., : 7 * C, :], wanted[..., : 7 * C, :], atol=2e-5)
 
 
 def test_layers_are_read_in_order_beside_the_work(chunk_io, whole):
@@ -203,9 +211,68 @@ def test_damage_is_noticed_in_the_middle_of_a_prompt(kept, coded, monkeypatch):
     assert set(contexts.memory.chunks(context.name)) >= set(said.restoration.read)
 
 
-def test_memory_of_coming_chunks_takes_what_fits_alone(kept):
-    chunk_io = kept()._chunk_io[100]
-    memory = chunk_io.room({3: chunk_io.widths[0]})
-    small = {3: (chunk_io.widths[0], np.zeros(5, np.uint8))}
-    with pytest.raises(CheckpointError, match="chunk 3 has 5 bytes in layer 1"):
-        filling(memory, lambda _: small)(1)
+# Chunks in and out of caches: what is stored comes back, what is computed is what a prefill gives
+
+
+def test_chunks_come_back_as_their_codec_has_them(engine_of):
+    """Of every width, in other places nothing; the first layer by hand."""
+    runner = engine_of("kivi").runner
+    chunk_io = ChunkIO(runner)
+    cache, rows = prefilled(runner, TOKENS[:60])
+    stored = chunk_io.encode(cache, {0: 4, 1: 8, 3: 2})
+    assert {chunk: bits for chunk, (bits, _) in stored.items()} == {0: 4, 1: 8, 3: 2}
+    shape = ChunkShape(heads=4, tokens=C, width=16)
+    for chunk, (bits, blobs) in stored.items():
+        assert tuple(blob.size for blob in blobs) == chunk_io.layer_bytes[bits]
+        assert sum(blob.size for blob in blobs) == chunk_io.chunk_bytes(bits)
+        # What the codec decodes is what it was given, but for its levels.
+        keys, values = ChunkFormat.named("kivi", C).codec.decode(blobs[0][None], shape, bits)
+        for got, stack in ((keys, 0), (values, 1)):
+            wanted = rows[stack][0, 0, :, chunk * C : (chunk + 1) * C]
+            assert np.abs(np.asarray(got)[0] - wanted).max() <= 0.6 * np.ptp(wanted) / (2**bits - 1)
+    loaded = chunk_io.load(runner.start(60), stored)
+    for got, whole in zip(rows_of(loaded), rows, strict=True):
+        assert not got[..., 32:48, :].any()
+        assert not np.array_equal(got[..., :16, :], whole[..., :16, :])
+        np.testing.assert_allclose(got[..., 16:32, :], whole[..., 16:32, :], atol=0.02)
+
+
+def test_blobs_that_have_not_the_bytes_of_their_width_are_refused(engine_of):
+    """Before an address of them is given away, in whichever layer."""
+    runner = engine_of("kivi").runner
+    chunk_io = ChunkIO(runner)
+    cache, _ = prefilled(runner, TOKENS[:60])
+    bits, blobs = chunk_io.encode(cache, {1: 4})[1]
+    short = [*blobs[:2], blobs[2][:-1]]
+    for stored, layer in (((8, blobs), 0), ((2, blobs), 0), ((bits, short), 2)):
+        with pytest.raises(CheckpointError, match=f"chunk 1 has .* bytes in layer {layer}"):
+            chunk_io.load(runner.start(60), {1: stored})
+        at = chunk_io.positions([0], 1)
+        there = {1: (stored[0], stored[1][layer])}
+        with pytest.raises(CheckpointError, match=f"chunk 1 has .* bytes in layer {layer}"):
+            chunk_io.restore_layer(layer, chunk_io.embed(TOKENS, at), at, runner.start(60), there)
+
+
+@pytest.mark.slow
+@needs_native
+def test_a_level_stores_the_heads_that_it_uses(engine_of):
+    """Although its cache has room for those of the whole model."""
+    engine = engine_of("channel", "int8", (50,))
+    whole, half = (ChunkIO(engine.runner_at(level)) for level in (100, 50))
+    assert half.runner.model.bucket_level == 100
+    assert half.chunk_bytes(4) == whole.chunk_bytes(4) // 2
+    assert (half.origin.heads, whole.origin.heads) == ((2, 2, 2), (4, 4, 4))
+    cache, rows = prefilled(half.runner, TOKENS[:60])
+    loaded = half.load(half.runner.start(60), half.encode(cache, {0: 8, 2: 8}))
+    for got, wanted in zip(rows_of(loaded), rows, strict=True):
+        assert got.shape[-3] == 4
+        got, unused = got[..., :2, :, :], got[..., 2:, :, :]
+        assert not unused.any()
+        for there in (slice(16), slice(32, 48)):
+            np.testing.assert_allclose(got[..., there, :], wanted[..., :2, there, :], atol=0.03)
+        assert not got[..., 16:32, :].any()
+
+
+def test_chunks_that_cannot_be_computed_are_refused():
+    with pytest.raises(ConfigError, match="divides none"):
+        EngineOptions(kv_codec="raw", kv_chunk_tokens=24).resolve(TINY)

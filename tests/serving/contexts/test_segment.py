@@ -7,7 +7,6 @@ import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.serving.contexts import segment
-from jaxllm.serving.contexts import segment as stored_module
 from jaxllm.serving.contexts.segment import OpenSegments, Segment, StoredChunk, write_segment
 from jaxllm.serving.host.direct_io import PAGE, PieceReader, Storage
 
@@ -113,31 +112,21 @@ def test_a_corrupt_chunk_is_named_and_others_are_read(written):
             opened.read(1, [5])
 
 
-@pytest.mark.parametrize(
-    ("head", "part"),
-    [
+def test_a_header_is_not_believed_and_blobs_must_agree(tmp_path):
+    path, blobs = tmp_path / "0.kv", [np.zeros(4, np.uint8)] * 2
+    for wrong in ((8, [blobs[0], blobs[0][:3]]), (4, blobs[:1])):
+        with pytest.raises(ConfigError, match="chunk 1 has other layers or sizes"):
+            write_segment(path, {0: (8, blobs), 1: wrong}, SOURCES)
+    assert list(tmp_path.iterdir()) == []
+    for head, part in (
         ((b"SOMEELSE", 1, 10), "is not a segment"),
         ((b"JXLKVSEG", 1, 10), "of version 1, this jaxllm reads 2"),
         ((b"JXLKVSEG", 2, 1 << 60), "does not fit the file"),
         ((b"JXLKVSEG", 2, 10), "index is corrupt"),
-    ],
-)
-def test_a_header_is_not_believed(tmp_path, head, part):
-    path = tmp_path / "0.kv"
-    path.write_bytes(struct.pack("<8sIQ16s", *head, b"").ljust(PAGE, b"x"))
-    with pytest.raises(CheckpointError, match=part):
-        Segment(path)
-
-
-def test_blobs_must_agree(tmp_path):
-    blobs = [np.zeros(4, np.uint8)] * 2
-    with pytest.raises(ConfigError, match="at least one chunk"):
-        write_segment(tmp_path / "0.kv", {}, SOURCES)
-    with pytest.raises(ConfigError, match="other sizes"):
-        write_segment(tmp_path / "0.kv", {0: (8, blobs), 1: (8, [blobs[0], blobs[0][:3]])}, SOURCES)
-    with pytest.raises(ConfigError, match="has 1 layers, others 2"):
-        write_segment(tmp_path / "0.kv", {0: (8, blobs), 1: (4, blobs[:1])}, SOURCES)
-    assert list(tmp_path.iterdir()) == []
+    ):
+        path.write_bytes(struct.pack("<8sIQ16s", *head, b"").ljust(PAGE, b"x"))
+        with pytest.raises(CheckpointError, match=part):
+            Segment(path)
 
 
 def write(path, value):
@@ -155,20 +144,17 @@ def test_a_segment_is_opened_once(tmp_path):
     (first,) = segments.open([path])
     assert segments.open([path]) == [first]
     # Another file of the same name is another segment.
-    segments.forget(path)
-    path.unlink()
-    with pytest.raises(CheckpointError):
-        segments.open([path])
-    write(path, 5)
-    assert first_byte(segments, path) == 5
-    segments.forget(tmp_path)
-    write(path, 7)
-    assert first_byte(segments, path) == 7
+    for value, gone in ((5, path), (7, tmp_path)):
+        segments.forget(gone)
+        path.unlink()
+        with pytest.raises(CheckpointError):
+            segments.open([path])
+        assert first_byte(segments, write(path, value)) == value
     segments.close()
 
 
 def test_no_more_segments_stay_open_than_may(tmp_path, monkeypatch):
-    monkeypatch.setattr(stored_module, "_MAX_OPEN", 2)
+    monkeypatch.setattr(segment, "_MAX_OPEN", 2)
     segments = OpenSegments(Storage())
     paths = [write(tmp_path / f"{number}.kv", number) for number in range(4)]
     # Those of one context are open together, however many there are.

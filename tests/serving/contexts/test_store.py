@@ -15,10 +15,11 @@ import pytest
 from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone, JaxllmError
 from jaxllm.serving.contexts.catalog import Catalog
-from jaxllm.serving.contexts.layout import Database
-from jaxllm.serving.contexts.record import Origin
+from jaxllm.serving.contexts.layout import CATALOG, Database, delete_quarantined
+from jaxllm.serving.contexts.record import Origin, Record
 from jaxllm.serving.contexts.store import ContextStore
 from tests.faults import FailingDevice
+from tests.serving.contexts.mutations import change_record
 
 ORIGIN = Origin(
     model="m", level=100, adapter="", codec="channel", chunk_tokens=2, dtype="float16", heads=(5, 4, 5),
@@ -90,43 +91,31 @@ def test_newer_chunks_take_the_place_of_older_ones(tmp_path):
         assert {each.name for each in folder.iterdir()} == set(record.segments)
 
 
-def test_nothing_is_linked_of_a_context_without_chunks(tmp_path):
-    with ContextStore(tmp_path) as store:
-        empty, record = (store.create("mail", ORIGIN) for _ in range(2))
-        for number in range(3):
-            assert store.link(record, empty.name, {number: 8}) == {}
-
-
 def test_what_is_deleted_is_gone(tmp_path):
     with ContextStore(tmp_path) as store:
         record = store.commit(*grown(store.create("a", ORIGIN), [8]))
         store.delete(record.name)
         assert store.records() == []
         assert not (tmp_path / "app-a").exists()
-        for use in (store.record, store.open, store.delete):
+        for use in (store.record, store.open, store.delete, lambda _: store.commit(record)):
             with pytest.raises(ContextGone, match="deleted, or never made"):
                 use(record.name)
-        with pytest.raises(ContextGone):
-            store.commit(record)
 
 
-def test_quotas_are_kept(tmp_path):
-    with ContextStore(tmp_path, quota_bytes=60_000, app_quota_bytes=40_000) as store:
-        first = store.commit(*grown(store.create("a", ORIGIN), [8] * 4))
-        with pytest.raises(BudgetExceeded, match=r"the contexts of a may take 40,000 bytes"):
-            store.commit(*grown(first, [8] * 20))
-        assert holds(store, first.name) == first
-        store.commit(*grown(store.create("b", ORIGIN), [8] * 4))
-        with pytest.raises(BudgetExceeded, match="all contexts may take 60,000"):
-            store.commit(*grown(store.create("c", ORIGIN), [8] * 9))
-
-
-def test_what_made_a_context_is_compared(tmp_path):
-    assert ORIGIN.differing(ORIGIN) == ()
-    assert ORIGIN.differing(dataclasses.replace(ORIGIN, level=50, codec="kivi")) == ("level", "codec")
+def test_what_made_a_context_is_compared():
     # The layout follows from others, or from the kernels.
-    assert ORIGIN.differing(dataclasses.replace(ORIGIN, level=50, heads=(1, 1, 1))) == ("level",)
-    assert ORIGIN.differing(dataclasses.replace(ORIGIN, heads=(1, 1, 1))) == ("heads",)
+    for changes, found in (
+        ({}, ()),
+        ({"level": 50, "codec": "kivi"}, ("level", "codec")),
+        ({"level": 50, "heads": (1, 1, 1)}, ("level",)),
+        ({"heads": (1, 1, 1)}, ("heads",)),
+    ):
+        assert ORIGIN.differing(dataclasses.replace(ORIGIN, **changes)) == found
+    # Chunks are of their tokens, and of an encoder-decoder's source.
+    record = Record(name="a", app="b", origin=ORIGIN, tokens=(1, 2, 3, 4), source=(5,))
+    other = dataclasses.replace(record, tokens=(1, 2, 3, 5))
+    assert (record.sources[0] == other.sources[0], record.sources[1] == other.sources[1]) == (True, False)
+    assert not {*record.sources} & {*dataclasses.replace(record, source=(6,)).sources}
 
 
 def test_a_foreign_context_is_looked_up_as_a_missing_one(tmp_path, monkeypatch):
@@ -175,27 +164,8 @@ def forked(act):
         return file.read()
 
 
-def test_a_store_that_was_closed_is_of_no_use(tmp_path):
-    store = ContextStore(tmp_path / "store")
-    record = store.create("a", ORIGIN)
-    store.close()
-    store.close()
-    with ContextStore(tmp_path / "store") as owner:
-        kept = owner.commit(*grown(owner.record(record.name), [8, 8]))
-        for use in (
-            lambda: store.commit(*grown(record, [8])),
-            lambda: store.create("a", ORIGIN),
-            lambda: store.delete(record.name),
-            lambda: store.record(record.name),
-            store.records,
-            store.verify,
-        ):
-            with pytest.raises(ConfigError, match="was closed, and what was opened from it with it"):
-                use()
-        assert holds(owner, record.name) == kept
-
-
 def test_a_child_neither_uses_the_lock_nor_keeps_it(tmp_path):
+    """Nor does who closed the store."""
     store = ContextStore(tmp_path)
     record = store.create("a", ORIGIN)
     assert "ConfigError" in forked(lambda: store.create("a", ORIGIN))
@@ -214,7 +184,11 @@ def test_a_child_neither_uses_the_lock_nor_keeps_it(tmp_path):
         store.close()
         # While the child lives.
         with ContextStore(tmp_path) as again:
-            assert again.record(record.name) == record
+            kept = again.commit(*grown(again.record(record.name), [8, 8]))
+            for use in (lambda: store.commit(*grown(record, [8])), store.records, store.verify):
+                with pytest.raises(ConfigError, match="was closed, and what was opened from it with it"):
+                    use()
+            assert holds(again, record.name) == kept
     finally:
         os.write(write, b"x")
         os.waitpid(child, 0)
@@ -268,9 +242,13 @@ def test_the_device_knows_what_is_named_before_its_name_and_what_is_deleted_befo
 
 
 def test_quotas_count_what_a_commit_frees(tmp_path):
-    with ContextStore(tmp_path) as store:
+    """Those of an app, and of all."""
+    with ContextStore(tmp_path, app_quota_bytes=40_000) as store:
         first = store.commit(*grown(store.create("a", ORIGIN), [8] * 4))
         used = store.used_bytes()
+        with pytest.raises(BudgetExceeded, match=r"the contexts of a may take 40,000 bytes"):
+            store.commit(*grown(store.create("a", ORIGIN), [8] * 9))
+        assert holds(store, first.name) == first
     with ContextStore(tmp_path, quota_bytes=used + 5000) as store:
         # As large as the one before, which it takes the place of.
         again = store.commit(*grown(first, [8] * 4, salt=1))
@@ -314,3 +292,168 @@ def test_whatever_fails_leaves_the_state_before_or_after(tmp_path, error):
             assert store.verify() == [], hit
     assert place > 5
     assert len(there.bits) == 3
+
+
+# The folder: what is not the store's own is not read, followed or removed, whatever is done
+
+
+def contents(folder):
+    """All files and links in a folder, by name."""
+    found = sorted(folder.rglob("*"))
+    return {
+        str(path.relative_to(folder)): os.readlink(path) if path.is_symlink() else path.read_bytes()
+        for path in found
+        if path.is_symlink() or path.is_file()
+    } | {str(path.relative_to(folder)): None for path in found if path.is_dir() and not path.is_symlink()}
+
+
+def written(path, content=b"mine"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def test_a_folder_of_other_things_is_no_store_and_stays_as_it_is(tmp_path):
+    home = tmp_path / "home"
+    written(home / "Documents" / "thesis" / "ch1.tex")
+    written(home / "Pictures" / "2024" / "may" / "a.jpg")
+    before = contents(home)
+    with pytest.raises(ConfigError, match=r"not a store of contexts, and not empty.*use an empty folder"):
+        ContextStore(home)
+    assert contents(home) == before
+
+
+def test_what_others_keep_in_a_store_stays_as_it_is(tmp_path):
+    """Beside its contexts, and in their folders."""
+    with ContextStore(tmp_path) as store:
+        record = store.commit(*grown(store.create("mail", ORIGIN), [8]))
+        own = tmp_path / "app-mail" / record.name
+        gone = store.create("gone", ORIGIN)
+    outside = tmp_path.parent / f"{tmp_path.name}-outside"
+    written(outside / "0.kv")
+    (tmp_path / "app-mail" / ("a" * 16)).symlink_to(outside)
+    (tmp_path / "app-linked").symlink_to(outside)
+    others = [
+        "notes/today/list.txt", "app-mail/notes/list.txt", "app-mail/0123456789ABCDEF/record.txt",
+        f"app-mail/{record.name}/notes.txt", f"app-mail/{record.name}/7.kv",
+        f"app-gone/{gone.name}/notes.txt",
+        "app-%61/0123456789abcdef/x", "quarantine/app-x/y/mine.txt",
+    ]  # fmt: skip
+    for name in others:
+        written(tmp_path / name)
+    with ContextStore(tmp_path) as store:
+        store.commit(*grown(holds(store, record.name), [8, 4]))
+        store.verify(repair=True)
+        holds(store, record.name)
+        store.delete(gone.name)
+        store.delete(record.name)
+        store.verify(repair=True)
+        assert store.records() == []
+        delete_quarantined(tmp_path)
+    assert (outside / "0.kv").read_bytes() == b"mine"
+    for name in others:
+        assert (tmp_path / name).read_bytes() == b"mine"
+    # Of a context whose folder somebody uses, the store's own files are gone.
+    assert {each.name for each in own.iterdir()} == {"notes.txt", "7.kv"}
+
+
+def test_links_are_listed_and_never_followed(tmp_path):
+    """Where a folder of an app or of a context should be, and where files should."""
+    store_folder, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    with ContextStore(store_folder) as store:
+        moved = store.commit(*grown(store.create("moved", ORIGIN), [8]))
+        linked = store.commit(*grown(store.create("linked", ORIGIN), [8]))
+    elsewhere.mkdir()
+    (store_folder / "app-moved").rename(elsewhere / "app")
+    (store_folder / "app-moved").symlink_to(elsewhere / "app")
+    segment = store_folder / "app-linked" / linked.name / "0.kv"
+    segment.rename(elsewhere / "0.kv")
+    segment.symlink_to(elsewhere / "0.kv")
+    before = contents(elsewhere)
+    with ContextStore(store_folder) as store:
+        (damage,) = store.damage()
+        assert (damage.app, damage.proved) == ("moved", False)
+        assert "is a link" in damage.reason
+        assert [each.name for each in store.records()] == [linked.name]
+        found = store.verify(repair=True)
+        assert [(each.app, each.chunks) for each in found] == [("linked", (0,)), ("moved", ())]
+        assert segment.is_symlink()
+        # The next segment takes another name.
+        assert holds(store, store.commit(*grown(store.record(linked.name), [8])).name).files == ("1.kv",)
+        store.delete(linked.name)
+    assert contents(elsewhere) == before
+    assert f"app/{moved.name}/0.kv" in before
+
+
+def test_a_catalog_that_is_lost_or_damaged_as_a_whole_is_refused_by_name(tmp_path):
+    """Or of another version; and no chunk is removed."""
+    with ContextStore(tmp_path) as store:
+        store.commit(*grown(store.create("a", ORIGIN), [8]))
+    whole = (tmp_path / CATALOG).read_bytes()
+    other, damaged = whole[:60] + (7).to_bytes(4, "big") + whole[64:], "is damaged, or another program's file"
+    for content, match in (
+        (None, "is missing: restore it from a copy"), (b"", damaged), (b"\xff" * 200, damaged),
+        (b"SQLite format 3\0" + b"\0" * 84, damaged), (other, "is of version 7, this jaxllm uses 1; use the"),
+    ):  # fmt: skip
+        (tmp_path / CATALOG).unlink()
+        if content is not None:
+            (tmp_path / CATALOG).write_bytes(content)
+        before = contents(tmp_path)
+        with pytest.raises(ConfigError, match=f"catalog.sqlite,? {match}"):
+            ContextStore(tmp_path)
+        assert contents(tmp_path) == before
+        (tmp_path / CATALOG).write_bytes(whole)
+    with ContextStore(tmp_path) as store:
+        assert store.verify() == []
+
+
+def test_catalogs_are_no_pipes_and_not_followed(tmp_path):
+    ContextStore(tmp_path / "real").close()
+    folder = tmp_path / "store"
+    for name in (CATALOG, f"{CATALOG}-wal"):
+        for make in (os.mkfifo, lambda path: Path(path).symlink_to(tmp_path / "real" / CATALOG), Path.mkdir):
+            if name == CATALOG:
+                folder.mkdir(exist_ok=True)
+            else:
+                ContextStore(folder).close()
+            make(folder / name)
+            with pytest.raises(ConfigError, match="is not a regular file"):
+                ContextStore(folder)
+            (folder / name).rmdir() if (folder / name).is_dir() else (folder / name).unlink()
+
+
+def test_what_a_killed_first_opening_leaves_is_no_content(tmp_path):
+    written(tmp_path / "lock", b"")
+    written(tmp_path / ".catalog.sqlite.jaxllm-0123456789ab.tmp", b"SQL")
+    with ContextStore(tmp_path) as store:
+        assert store.records() == []
+        assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_opening_removes_nothing(tmp_path):
+    """A store that is there: whatever a kill left in it, and whatever is damaged."""
+    with ContextStore(tmp_path) as store:
+        record = store.commit(*grown(store.create("a", ORIGIN), [8]))
+        other = store.commit(*grown(store.create("a", ORIGIN), [8]))
+    folder = tmp_path / "app-a" / record.name
+    written(folder / "9.kv", (folder / "0.kv").read_bytes())
+    written(folder / ".9.kv.0123456789ab.tmp", b"JXLK")
+    change_record(folder.with_name(other.name), tokens=None)
+    (tmp_path / "app-a" / "0123456789abcdef").mkdir()
+    written(tmp_path / "app-a" / "fedcba9876543210" / "0.kv", (folder / "0.kv").read_bytes())
+    before = contents(tmp_path)
+    with ContextStore(tmp_path) as store:
+        assert [each.name for each in store.records()] == [record.name]
+        assert {each.name for each in store.damage()} == {other.name, "fedcba9876543210"}
+    assert contents(tmp_path) == before
+    with ContextStore(tmp_path) as store:
+        store.create("a", ORIGIN)
+        # A context that was being made when a process ended has an empty folder.
+        assert not (tmp_path / "app-a" / "0123456789abcdef").exists()
+        store.sweep()
+        store.verify(repair=True)
+        assert {each.name for each in folder.iterdir()} == {"0.kv"}
+        # Whose files those are nobody knows: they are listed, and stay.
+        (left,) = store.verify()
+        assert (left.name, left.proved, left.lost) == ("fedcba9876543210", False, True)
+        assert "the catalog does not know" in left.reason
+    assert (tmp_path / "app-a" / "fedcba9876543210" / "0.kv").exists()

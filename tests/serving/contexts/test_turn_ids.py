@@ -70,19 +70,11 @@ def test_results_of_tools_follow_an_answer(with_tools):
         conversation_turn_ids(with_tools, before, results, tools=[TOOL, other])
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [
-        [],
-        [says("system", "Be kind."), says("user", "hi")],
-        [says("user", "hi"), says("user", "hi")],
-        [says("assistant", "hi")],
-        [says("user", "hi"), says("tool", "dry")],
-    ],
-)
-def test_other_messages_are_no_turn(chat, turn):
-    with pytest.raises(ConfigError, match="send a user's message, results of tools"):
-        conversation_turn_ids(chat, [1, 65], turn)
+def test_other_messages_are_no_turn(chat):
+    user, system, answer, result = (says(role, "hi") for role in ("user", "system", "assistant", "tool"))
+    for turn in ([], [system, user], [user, user], [answer], [user, result]):
+        with pytest.raises(ConfigError, match="send a user's message, results of tools"):
+            conversation_turn_ids(chat, [1, 65], turn)
 
 
 def test_a_text_that_spells_the_template_stays_text(chat):

@@ -1,6 +1,5 @@
 """Mixtures of which only some experts are in memory answer as if all were."""
 
-import concurrent.futures
 import dataclasses
 import re
 
@@ -18,7 +17,7 @@ from jaxllm.sampling import Sampling
 from jaxllm.serving.contexts.chunk_io import ChunkIO
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.contexts.restore import StoredChunks, restore
+from jaxllm.serving.contexts.restore import restore
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.ground.expert_options import PREDICTORS, ExpertOptions
 from jaxllm.serving.ground.speculation_options import TreeShape
@@ -136,11 +135,8 @@ def test_contexts_come_back(streamed_of, tmp_path):
     stored = {
         chunk: each for chunk, each in chunk_io.encode(cache, {0: RAW, 1: RAW, 2: RAW}).items() if chunk != 1
     }
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        chunks = StoredChunks(
-            tokens=tokens, bits=[RAW, LOST, RAW], resident=stored, read=lambda layer, chunks: [], pool=pool
-        )
-        back = restore(chunk_io, streamed.runner.start(len(tokens)), chunks, delays=READ)
+    cache, bits = streamed.runner.start(len(tokens)), [RAW, LOST, RAW]
+    back = restore(chunk_io, cache, tokens, bits, stored, lambda *_: None, delays=READ)
     assert back.how.computed == (1,)
     for got, expected in zip([*back.cache.keys, *back.cache.values], rows, strict=True):
         np.testing.assert_allclose(np.asarray(got)[..., :48, :], expected, atol=2e-5)

@@ -62,10 +62,9 @@ def test_services_take_the_choice(calibrated, tmp_path):
 
 def test_bad_input_is_told(calibrated, tmp_path):
     plain, out = calibrated[0], BundleOutput(tmp_path / "out.jaxllm")
-    with pytest.raises(ConfigError, match="must divide the longest"):
-        ContextRecipe(chunk_tokens=(16, 24))
-    with pytest.raises(ConfigError, match="at least two chunks, 512 tokens"):
-        ContextRecipe(chunk_tokens=(256,), row_tokens=256)
+    for sizes, match in (((16, 24), "must divide the longest"), ((256,), "at least two chunks, 512 tokens")):
+        with pytest.raises(ConfigError, match=match):
+            ContextRecipe(chunk_tokens=sizes, row_tokens=256)
     with pytest.raises(CheckpointError, match="make a bundle of it first"):
         calibrate_contexts(RECIPE, tmp_path, out)
     text = tmp_path / "short.txt"
