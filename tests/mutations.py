@@ -139,7 +139,7 @@ MUTATIONS = (
     ),
     _mutation(
         "elastic: a level's knapsack never gets full", "jaxllm/elastic/ladder.py",
-        "room -= size", "room -= 0", "tests/elastic/test_ladder.py",
+        "room -= size", "room -= 0", "tests/elastic/test_submodel.py",
     ),
     _mutation(
         "tokenizer: a printable byte is spelled as another", "jaxllm/text/token_bytes.py",
