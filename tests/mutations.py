@@ -115,7 +115,7 @@ MUTATIONS = (
     ),
     _mutation(
         "speculation: the threshold rises where all drafts were right", "jaxllm/speculation/token_tree.py",
-        "max(LEAST, 0.5 * self.alpha)", "min(MOST, 2 * self.alpha)", "tests/speculation/test_drafting.py",
+        "max(LEAST, 0.5 * self.alpha)", "min(MOST, 2 * self.alpha)", "tests/speculation/test_tree.py",
     ),
     _mutation(
         "scheduler: busy apps take the runs that are reserved", "serving/server/scheduler.py",

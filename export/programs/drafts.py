@@ -20,11 +20,9 @@ from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeSh
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.speculation.costs import DraftTimes, running_mean
-from jaxllm.serving.speculation.drafter import Drafter, require_same_kind
-from jaxllm.serving.speculation.host_tree import grown, root_alone
-from jaxllm.serving.speculation.lookup import NgramDrafter
+from jaxllm.serving.speculation.drafter import Drafter, NgramDrafter, require_same_kind
 from jaxllm.serving.speculation.speculation import Speculation
-from jaxllm.speculation.token_tree import Growing, TokenTree
+from jaxllm.speculation.token_tree import Growing, TokenTree, grown, root_alone
 from jaxllm.text.tokenizer import Tokenizer
 
 # Maximum number of tokens that are decoded one by one: a chunk costs as much as a few.

@@ -9,7 +9,7 @@ from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.speculation.costs import DraftTimes
 from jaxllm.serving.speculation.drafter import Drafter
-from jaxllm.serving.speculation.host_tree import grown, root_alone
+from jaxllm.speculation.token_tree import grown, root_alone
 from tests.export.models import CONFIG, CONTEXT, PROMPTS
 
 DRAWN = GenerationConfig(

@@ -9,9 +9,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.export.folder_format.manifest import TOKENIZER, Manifest, StoredFile, write_tokenizer
 from jaxllm.export.programs.model import open_program
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
-from jaxllm.serving.speculation.host_tree import accepted_path
 from jaxllm.serving.speculation.speculation import Speculation
-from jaxllm.speculation.token_tree import Growing
+from jaxllm.speculation.token_tree import Growing, accepted_path
 from tests.export.drafting import ALWAYS, DRAWN, Branching, require_same_answers, with_drafts
 from tests.export.models import CONFIG, PROMPTS
 

@@ -17,7 +17,7 @@ SHARED = {
     ),
     "jaxllm.serving.contexts": ("store", "segment", "record", "memory", "options"),
     "jaxllm.contexts": ("codecs", "eviction", "tolerance", "recompute"),
-    "jaxllm.serving.speculation": ("speculation", "host_tree", "costs", "lookup"),
+    "jaxllm.serving.speculation": ("speculation", "drafter", "costs"),
     "jaxllm.serving.engine": ("engine", "step", "run", "answer", "request", "decoding"),
     "jaxllm.export.programs": ("model", "runner", "executor", "litert", "drafts"),
     "jaxllm.export.device": ("contexts", "host_sampling", "opening", "service", "serving"),
