@@ -74,7 +74,7 @@ def shaped(
     """Asserts dtypes and shapes of a step's arguments where it is traced.
 
     Arguments that have a method `check` assert their own. The lengths of D, H, V and k are those of the
-    argument `cfg`, or of the argument `of`, which has one.
+    argument `cfg`, or of the argument `of` or of `self`, which has one.
 
     Args:
       arguments: by name of the argument, "int32", "bool", "float32" or "float" (of any width), and the shape
@@ -89,7 +89,7 @@ def shaped(
         @functools.wraps(step)
         def checked(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             given = signature.bind(*args, **kwargs).arguments
-            cfg = given.get("cfg", getattr(given.get("of"), "cfg", None))
+            cfg = given.get("cfg", getattr(given.get("of", given.get("self")), "cfg", None))
             known = {axis: getattr(cfg, name, None) for axis, name in _CONFIG_AXES.items()}
             axes = Axes(step.__name__, **{axis: each for axis, each in known.items() if each}, **lengths)
             for name, value in given.items():

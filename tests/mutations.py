@@ -115,7 +115,7 @@ MUTATIONS = (
     ),
     _mutation(
         "speculation: the threshold rises where all drafts were right", "jaxllm/speculation/token_tree.py",
-        "max(LEAST, 0.5 * self.alpha)", "min(MOST, 2 * self.alpha)", "tests/speculation/test_drafting.py",
+        "max(LEAST, 0.5 * self.alpha)", "min(MOST, 2 * self.alpha)", "tests/speculation/test_tree.py",
     ),
     _mutation(
         "scheduler: busy apps take the runs that are reserved", "serving/server/scheduler.py",
@@ -139,7 +139,7 @@ MUTATIONS = (
     ),
     _mutation(
         "elastic: a level's knapsack never gets full", "jaxllm/elastic/ladder.py",
-        "room -= size", "room -= 0", "tests/elastic/test_ladder.py",
+        "room -= size", "room -= 0", "tests/elastic/test_submodel.py",
     ),
     _mutation(
         "tokenizer: a printable byte is spelled as another", "jaxllm/text/tokenizer.py",

@@ -24,7 +24,7 @@ from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.experts.prediction import POLICIES, PathCounts, Policy, Residents, TokenExperts
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.models.parameters import sparse_layers
-from jaxllm.serving.experts.predictors import Predictor, make_predictor
+from jaxllm.serving.experts.weights import Predictor, make_predictor
 from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.expert_options import ExpertOptions
 from jaxllm.serving.opening.engine import Engine

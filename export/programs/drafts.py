@@ -17,8 +17,7 @@ from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.speculation.costs import DraftTimes, running_mean
 from jaxllm.serving.speculation.drafter import Drafter
-from jaxllm.serving.speculation.host_tree import grown, root_alone
-from jaxllm.speculation.token_tree import Growing, TokenTree
+from jaxllm.speculation.token_tree import Growing, TokenTree, grown, root_alone
 
 # Maximum number of tokens that are decoded one by one: a chunk costs as much as a few.
 _FEW_TOKENS = 3

@@ -22,8 +22,7 @@ from jaxllm.serving.host.forked import require_not_forked, watch_for_forks
 from jaxllm.serving.host.machine import memory_bytes
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import buckets_bytes
-from jaxllm.serving.speculation.drafter import Drafter, require_same_kind
-from jaxllm.serving.speculation.lookup import NgramDrafter
+from jaxllm.serving.speculation.drafter import Drafter, NgramDrafter, require_same_kind
 from jaxllm.serving.speculation.speculation import Speculation
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 

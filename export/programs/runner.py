@@ -37,8 +37,7 @@ from jaxllm.serving.runners.runner import (
     padded,
     plan_chunks,
 )
-from jaxllm.serving.speculation.host_tree import accepted_path
-from jaxllm.speculation.token_tree import TokenTree
+from jaxllm.speculation.token_tree import TokenTree, accepted_path
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
 
 # A call runs a program for each of its tokens: few enough that text streams and cancellation is quick.

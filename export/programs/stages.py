@@ -37,8 +37,14 @@ from jaxllm.int8_prefill.schedule import (
 )
 from jaxllm.serving.host.machine import cpu_features, usable_cores
 from jaxllm.serving.host.user_cache import device_file
-from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair, Trace, halved_cores
-from jaxllm.serving.int8_prefill.subgraph_times import ChunkPlanner, SubgraphTimes, measured_times
+from jaxllm.serving.int8_prefill.processor_pair import (
+    ChunkPlanner,
+    ProcessorPair,
+    SubgraphTimes,
+    Trace,
+    halved_cores,
+    measured_times,
+)
 from jaxllm.serving.runners.runner import PrefillChunk
 
 # A layer's cache among a stage's arrays, and its name in a folder.

@@ -99,7 +99,21 @@ def keep_tokens(scores: np.ndarray, words: np.ndarray, forced: np.ndarray, ratio
         raise ConfigError("a prompt without a token cannot be made shorter; give it at least one")
     if not np.isfinite(scores).all():
         raise ConfigError("a token's score is not finite; the tiny LM is broken")
-    return np.ones(len(scores), bool) if ratio == 1 else _best_words(scores, words, forced, ratio)
+    if ratio == 1:
+        return np.ones(len(scores), bool)
+    count = int(words.max(initial=NO_WORD)) + 1
+    # Per word, and last for the tokens of no word.
+    stays = np.append(np.bincount(words[forced & (words != NO_WORD)], minlength=count) > 0, True)
+    sizes = np.append(np.bincount(words[words != NO_WORD], minlength=count), np.sum(words == NO_WORD))
+    open_words = np.flatnonzero(~stays & (sizes > 0))
+    means = word_scores(scores, words, count)
+    best = open_words[np.argsort(-means[open_words], kind="stable")]
+    # The epsilon guards against rounding: 0.3 of 10 tokens are 3.
+    room = int(ratio * len(scores) + 1e-6) - int(sizes[stays].sum())
+    stays[best[np.cumsum(sizes[best]) <= room]] = True
+    if not stays[words].any():
+        stays[best[0]] = True
+    return stays[words]
 
 
 def stays_anyway(words: np.ndarray, forced: np.ndarray) -> int:
@@ -130,37 +144,6 @@ def word_scores(scores: np.ndarray, words: np.ndarray, count: int, *, missing: f
     sizes = np.bincount(words[real], minlength=count)
     sums = np.bincount(words[real], weights=scores[real], minlength=count)
     return np.where(sizes > 0, sums / np.maximum(sizes, 1), missing)
-
-
-def spread(scores_per_word: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """The score of each token's word, `[T]` float64; 1 for tokens of no word.
-
-    After `word_scores` it transfers scores from one tokenizer's tokens to another's, for the words of the
-    same text.
-
-    Args:
-      scores_per_word: `[words]` float.
-      words: `[T]` int, the words of the other tokens, see `words_of`.
-    """
-    # `NO_WORD` (-1) indexes the last entry.
-    padded = np.append(np.asarray(scores_per_word, np.float64), 1.0)
-    return padded[np.asarray(words)]
-
-
-def _best_words(scores: np.ndarray, words: np.ndarray, forced: np.ndarray, ratio: float) -> np.ndarray:
-    """`[T]` bool: forced words, and the best of the others within `ratio`; at least one word."""
-    count = int(words.max(initial=NO_WORD)) + 1
-    stays = np.append(np.bincount(words[forced & (words != NO_WORD)], minlength=count) > 0, True)
-    sizes = np.append(np.bincount(words[words != NO_WORD], minlength=count), np.sum(words == NO_WORD))
-    open_words = np.flatnonzero(~stays & (sizes > 0))
-    means = word_scores(scores, words, count)
-    best = open_words[np.argsort(-means[open_words], kind="stable")]
-    # The epsilon guards against rounding: 0.3 of 10 tokens are 3.
-    room = int(ratio * len(scores) + 1e-6) - int(sizes[stays].sum())
-    stays[best[np.cumsum(sizes[best]) <= room]] = True
-    if not stays[words].any():
-        stays[best[0]] = True
-    return stays[words]
 
 
 def _words(text: str, boundaries: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

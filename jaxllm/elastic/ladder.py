@@ -132,10 +132,20 @@ def _sub_config(cfg: ModelConfig, anchors: tuple[int, ...], level: int) -> Model
     costs = [unit_sizes(cfg, layer) for layer in range(cfg.layers)]
     budget = layer_parameters(cfg) * level / WHOLE
 
+    def layer_units(layer: int, share: float) -> LayerUnits:
+        """The nearest number of kv groups to a share of the layer's parameters, and neurons for the rest."""
+        whole, (group, neuron) = cfg.units(layer), costs[layer]
+        heads = min(whole.kv_heads, max(1, round(share * whole.kv_heads)))
+        rest = share * (whole.kv_heads * group + whole.neurons * neuron) - heads * group
+        step = neuron_step(whole.neurons)
+        neurons = int(rest / neuron + 1e-6)
+        if neurons < whole.neurons:
+            neurons = neurons // step * step
+        return LayerUnits(kv_heads=heads, neurons=min(whole.neurons, max(step, neurons)))
+
     def units(share: float, anchor_share: float) -> list[LayerUnits]:
         return [
-            _layer_units(cfg, layer, anchor_share if layer in anchors else share, costs[layer])
-            for layer in range(cfg.layers)
+            layer_units(layer, anchor_share if layer in anchors else share) for layer in range(cfg.layers)
         ]
 
     def fits(kept: list[LayerUnits]) -> bool:
@@ -179,19 +189,6 @@ def neuron_step(neurons: int) -> int:
     return min(_NEURON_STEP, 1 << max(0, (neurons // _STEPS_PER_LAYER).bit_length() - 1))
 
 
-def _layer_units(cfg: ModelConfig, layer: int, share: float, cost: tuple[int, int]) -> LayerUnits:
-    """The units of a layer at a share of its parameters: the nearest number of kv groups, and neurons for the
-    rest."""
-    whole, (group, neuron) = cfg.units(layer), cost
-    heads = min(whole.kv_heads, max(1, round(share * whole.kv_heads)))
-    rest = share * (whole.kv_heads * group + whole.neurons * neuron) - heads * group
-    step = neuron_step(whole.neurons)
-    neurons = int(rest / neuron + 1e-6)
-    if neurons < whole.neurons:
-        neurons = neurons // step * step
-    return LayerUnits(kv_heads=heads, neurons=min(whole.neurons, max(step, neurons)))
-
-
 def _most(fits: Callable[[float], bool]) -> float:
     """The largest share in [0, 1] that fits; 0 is assumed to fit."""
     low, high = 0, _SHARES
@@ -206,10 +203,6 @@ def _size(kept: list[LayerUnits], costs: list[tuple[int, int]]) -> int:
         units.kv_heads * group + units.neurons * neuron
         for units, (group, neuron) in zip(kept, costs, strict=True)
     )
-
-
-# Of an item: importance per parameter, layer, whether it is neurons, units, parameters.
-_Item = tuple[float, int, bool, int, int]
 
 
 def chosen_ladder(
@@ -232,19 +225,10 @@ def chosen_ladder(
     Raises:
       ConfigError: malformed levels.
     """
-    least, items = _items(cfg, groups, neurons)
-    items.sort(key=lambda item: -item[0])
-    whole = layer_parameters(cfg)
-    units = [_filled(least, items, whole * level / WHOLE) for level in levels if level != WHOLE]
-    return Ladder(levels=levels, units=tuple(units))
-
-
-def _items(
-    cfg: ModelConfig, groups: Sequence[np.ndarray], neurons: Sequence[np.ndarray]
-) -> tuple[list[tuple[int, int, int]], list[_Item]]:
-    """The minimum of every level, per layer kv groups, neurons and parameters; and the items that may be
-    added."""
-    least, items = [], []
+    # The minimum of every level, per layer kv groups, neurons and parameters; and what may be added:
+    # importance per parameter, layer, whether it is neurons, units, parameters.
+    least: list[tuple[int, int, int]] = []
+    items: list[tuple[float, int, bool, int, int]] = []
     for layer in range(cfg.layers):
         whole, (group, neuron) = cfg.units(layer), unit_sizes(cfg, layer)
         step = neuron_step(whole.neurons)
@@ -257,26 +241,21 @@ def _items(
         for first in range(step, whole.neurons, step):
             own = each[first : first + step]
             items.append((float(own.mean()) / neuron, layer, True, len(own), len(own) * neuron))
-    return least, items
-
-
-def _filled(
-    least: list[tuple[int, int, int]], items: list[_Item], capacity: float
-) -> tuple[tuple[int, int], ...]:
-    """The kv groups and neurons of each layer: the first items that fit. Nothing is added to a layer's kind
-    after an item that does not fit."""
-    kept = [[groups, neurons] for groups, neurons, _ in least]
-    room = capacity - sum(size for *_, size in least)
-    closed: set[tuple[int, bool]] = set()
-    for _, layer, kind, count, size in items:
-        if (layer, kind) in closed:
-            continue
-        if size > room:
-            closed.add((layer, kind))
-            continue
-        kept[layer][kind] += count
-        room -= size
-    return tuple((groups, neurons) for groups, neurons in kept)
+    items.sort(key=lambda item: -item[0])
+    whole_size, units = layer_parameters(cfg), []
+    for level in levels[:-1]:
+        kept = [[groups, neurons] for groups, neurons, _ in least]
+        room = whole_size * level / WHOLE - sum(size for *_, size in least)
+        # Nothing is added to a layer's kind after an item that does not fit.
+        closed: set[tuple[int, bool]] = set()
+        for _, layer, kind, count, size in items:
+            if size > room:
+                closed.add((layer, kind))
+            elif (layer, kind) not in closed:
+                kept[layer][kind] += count
+                room -= size
+        units.append(tuple((groups, neurons) for groups, neurons in kept))
+    return Ladder(levels=levels, units=tuple(units))
 
 
 # A sub-model of parameters in memory is either views of prefixes of the whole model's buffers, with its own

@@ -117,7 +117,9 @@ def reorder(
             yield name, _reordered(name, np.asarray(value), order)
         elif name.removeprefix(ENCODER) == _BIASES:
             of = order.encoder if name.startswith(ENCODER) and order.encoder is not None else order
-            yield name, _biases(np.asarray(value), of)
+            # Biases `[buckets, N]` move with the kv groups of their heads.
+            by_group = np.asarray(value).reshape(len(value), len(of.groups[0]), -1)
+            yield name, by_group[:, of.groups[0]].reshape(value.shape)
         else:
             yield name, value
 
@@ -171,9 +173,3 @@ def _reordered(name: str, value: np.ndarray, order: UnitOrder) -> np.ndarray:
     if places.ndim == 1:
         return value[places]
     return np.take_along_axis(value, places.reshape(*places.shape, *(1,) * (value.ndim - 2)), axis=1)
-
-
-def _biases(value: np.ndarray, order: UnitOrder) -> np.ndarray:
-    """Biases `[buckets, N]` with the heads moved with their kv groups."""
-    by_group = value.reshape(len(value), len(order.groups[0]), -1)
-    return by_group[:, order.groups[0]].reshape(value.shape)

@@ -8,7 +8,7 @@ The caller measures losses; this module decides which bit widths to try, and in 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
@@ -35,28 +35,6 @@ class WidthPlan:
     upper: Bits
     lowered: int
     loss: float
-
-
-def width_bounds(losses: Mapping[Bits, float], most_loss: float) -> tuple[Bits, Bits]:
-    """The lower and the upper bound of bit widths.
-
-    Args:
-      losses: uniform bit width -> loss.
-      most_loss: the allowed loss, as a share.
-
-    Raises:
-      ConfigError: every uniform bit width loses more; the message has the minimum loss.
-    """
-    fitting: list[Bits] = [bits for bits in BITS if losses[bits] <= most_loss]
-    if not fitting:
-        best = min(losses, key=lambda bits: losses[bits])
-        raise ConfigError(
-            f"no widths lose at most {most_loss:.2%}: the least, by {best} bits for all experts, is "
-            f"{losses[best]:.2%}; allow that much"
-        )
-    upper = fitting[0]
-    narrower: list[Bits] = [bits for bits in BITS if bits < upper]
-    return (narrower[-1] if narrower else upper), upper
 
 
 def lowering_order(importance: np.ndarray, shares: np.ndarray) -> np.ndarray:
@@ -87,7 +65,8 @@ def search_widths(
       most_loss: the allowed loss, in the unit of `loss_of`.
 
     Raises:
-      ConfigError: `most_loss` is not positive, or no bitwidths lose so little.
+      ConfigError: `most_loss` is not positive, or every uniform bit width loses more; the message has the
+        minimum loss.
     """
     if not 0 < most_loss < float("inf"):
         raise ConfigError(f"the loss that may be lost must be positive, got {most_loss}")
@@ -96,7 +75,16 @@ def search_widths(
         return np.full(importance.shape, bits, np.int8)
 
     losses: dict[Bits, float] = {bits: loss_of(all_at(bits)) for bits in BITS}
-    lower, upper = width_bounds(losses, most_loss)
+    fitting: list[Bits] = [bits for bits in BITS if losses[bits] <= most_loss]
+    if not fitting:
+        best = min(losses, key=lambda bits: losses[bits])
+        raise ConfigError(
+            f"no widths lose at most {most_loss:.2%}: the least, by {best} bits for all experts, is "
+            f"{losses[best]:.2%}; allow that much"
+        )
+    # The upper bound and the next lower width, if there is one.
+    upper = fitting[0]
+    lower: Bits = BITS[max(0, BITS.index(upper) - 1)]
     if lower == upper:
         return WidthPlan(
             bits=all_at(lower), lower=lower, upper=upper, lowered=importance.size, loss=losses[lower]

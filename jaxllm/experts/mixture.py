@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import RaggedDotDimensionNumbers
 
-from jaxllm.config import Activation
 from jaxllm.experts.routing import Routing, high_alone
 from jaxllm.kernels import native_products
 from jaxllm.kernels.converted import natively
@@ -320,42 +319,6 @@ def run_tile(
     return jax.lax.dynamic_update_slice_in_dim(out, jnp.where(own, made, there), start, axis=0)
 
 
-def run_stored(
-    x: jax.Array,
-    norm: Norm,
-    tiles: Tiles,
-    actions: jax.Array,
-    weights: native_products.StoredExperts,
-    before: tuple[jax.Array, jax.Array],
-    *,
-    activation: Activation,
-) -> tuple[jax.Array, jax.Array]:
-    """Runs some tiles in one call of a native kernel, by experts found by address.
-
-    Args:
-      x: tokens `[M, D]`.
-      norm: norm of the block, without a bias.
-      tiles: tiles of these tokens.
-      actions: `[n]` int32, action for each tile (see `native_experts.stored_visits`).
-      weights: weights of the layer.
-      before: visits so far (see `no_visits`), and partial results.
-      activation: activation of the experts.
-    """
-    out, begun = before
-    found, begun = native_products.stored_visits(
-        x.astype(jnp.float32),
-        (tiles.token, tiles.expert, tiles.size, tiles.count),
-        actions,
-        weights,
-        out.astype(jnp.float32),
-        begun,
-        activation=activation,
-        norm_scale=norm.scale,
-        norm_eps=norm.eps,
-    )
-    return found.astype(out.dtype), begun
-
-
 def _one_by_one(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) -> jax.Array:
     """The visits, `[P, D]` or more rows, zero for rows without a tile, given tokens `x` `[M, D]`."""
 
@@ -363,10 +326,14 @@ def _one_by_one(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) ->
         choose = _chooser(experts)
 
         def tile(i: jax.Array, out: jax.Array) -> jax.Array:
-            def run(block: FeedForward) -> jax.Array:
-                return run_tile(x, norm, tiles, i, out, _with_biases(block, experts, tiles.expert[i]))
+            expert = tiles.expert[i]
+            biases = {name: getattr(experts, name) for name in ("up_bias", "down_bias", "gate_bias")}
+            own = {name: None if each is None else jnp.asarray(each)[expert] for name, each in biases.items()}
 
-            return choose(tiles.expert[i], run)
+            def run(block: FeedForward) -> jax.Array:
+                return run_tile(x, norm, tiles, i, out, dataclasses.replace(block, **own))
+
+            return choose(expert, run)
 
         out = jax.lax.fori_loop(0, tiles.count, tile, no_visits(x, tiles))
         return out[: tiles.place.size]
@@ -434,13 +401,6 @@ def _chooser(experts: FeedForward) -> Callable[[jax.Array, Callable[[FeedForward
 def _base(stack: Weight) -> Weight:
     """A stack without its adapters."""
     return stack.base if isinstance(stack, Adapted) else stack
-
-
-def _with_biases(block: FeedForward, experts: FeedForward, expert: jax.Array) -> FeedForward:
-    """A block with one expert's biases, of those of all."""
-    biases = {name: getattr(experts, name) for name in ("up_bias", "down_bias", "gate_bias")}
-    own = {name: None if each is None else jnp.asarray(each)[expert] for name, each in biases.items()}
-    return dataclasses.replace(block, **own)
 
 
 def _with_weights(experts: FeedForward, parts: Sequence[Weight]) -> FeedForward:

@@ -134,7 +134,8 @@ def load_balancing_loss(probs: jax.Array, ids: jax.Array) -> jax.Array:
     """
     experts = probs.shape[-1]
     mean = jnp.mean(probs.astype(jnp.float32).reshape(-1, experts), axis=0)
-    return jnp.sum(expert_shares(ids, experts) * mean) * np.float32(experts)
+    visits = jnp.bincount(ids.reshape(-1), length=experts).astype(jnp.float32)
+    return jnp.sum(visits / np.float32(ids.size // ids.shape[-1]) * mean) * np.float32(experts)
 
 
 def router_z_loss(logits: jax.Array) -> jax.Array:
@@ -144,9 +145,3 @@ def router_z_loss(logits: jax.Array) -> jax.Array:
     narrower types are exact.
     """
     return jnp.mean(jnp.square(jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1)))
-
-
-def expert_shares(ids: jax.Array, experts: int) -> jax.Array:
-    """Frequency of each expert per token, given choices `ids` `[..., k]`: `[E]` float32, which sums to k."""
-    tokens = ids.size // ids.shape[-1]
-    return jnp.bincount(ids.reshape(-1), length=experts).astype(jnp.float32) / np.float32(tokens)

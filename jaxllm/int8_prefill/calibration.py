@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.axes import Axes
+from jaxllm.axes import shaped
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.recipe import ShadowRecipe
@@ -124,13 +124,12 @@ def channel_tops(params: Params, tokens: jax.Array, *, cfg: ModelConfig) -> list
     return observed(params, tokens, look, cfg=cfg)
 
 
+@shaped(steps="float32 L 4")
 def outlier_counts(
     params: Params, tokens: jax.Array, steps: jax.Array, *, cfg: ModelConfig
 ) -> list[list[jax.Array]]:
     """Number of tokens that exceed 127 steps in each input channel `[D]` of all products, int32;
     `steps` is `[L, 4]`."""
-
-    Axes("outlier_counts", L=cfg.layers).check(jnp.float32, "L 4", steps=steps)
 
     def look(layer: int, product: int, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.abs(x) > TOP_LEVEL * steps[layer, product], axis=0, dtype=jnp.int32)
@@ -288,14 +287,19 @@ def assembled(
     }
     # One shape for all layers, so that they share buckets.
     most = max(map(len, found.values()), default=0)
-    channels, rows = {}, {}
+    channels, rows, half = {}, {}, float(np.finfo(np.float16).max)
     for (layer, product), own in found.items():
         padded = np.full(most, -1, np.int32)
         padded[: len(own)] = own
         channels[layer, product] = padded
         last = contracts_last_axis(product)
         rows[layer, product] = tuple(
-            _float_rows(each, padded, last=last) for each in product_matrices(floats, layer, product, cfg)
+            # In half precision, zero for padding channels.
+            np.where(padded[:, None] >= 0, np.clip(row, -half, half), 0).astype(np.float16)
+            for row in (
+                np.asarray(contracted_rows(each, jnp.maximum(padded, 0), last=last))
+                for each in product_matrices(floats, layer, product, cfg)
+            )
         )
     return PrefillCalibration(
         levels=tuple(sorted(levels)),
@@ -305,13 +309,6 @@ def assembled(
         rows=rows,
         losses=losses or {},
     )
-
-
-def _float_rows(weight, channels: np.ndarray, *, last: bool) -> np.ndarray:
-    """Rows of some channels in half precision, zero for padding channels."""
-    taken = np.asarray(contracted_rows(weight, jnp.maximum(channels, 0), last=last))
-    top = float(np.finfo(np.float16).max)
-    return np.where(channels[:, None] >= 0, np.clip(taken, -top, top), 0).astype(np.float16)
 
 
 # "norm": channels of the norms before attention and feed-forward block; "value": dimensions of value heads;

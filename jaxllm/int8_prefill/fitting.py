@@ -6,6 +6,7 @@ A loss is the growth of the perplexity, as a share of the unchanged model's perp
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -27,8 +28,9 @@ from jaxllm.int8_prefill.calibration import (
 )
 from jaxllm.int8_prefill.recipe import MOST_LOSS, ShadowRecipe
 from jaxllm.int8_prefill.reference import Rule, integer_rule, plain_rule, scores_by_rule
-from jaxllm.int8_prefill.shadow import contracted_axes
-from jaxllm.int8_prefill.subgraphs import LayerCalibration, require_integer_prefill
+from jaxllm.int8_prefill.shadow import PRODUCTS, contracts_last_axis, product_names
+from jaxllm.int8_prefill.subgraphs import LayerCalibration
+from jaxllm.models.features import require_room
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, quantize, to_blocks
 
@@ -44,10 +46,13 @@ def whole_rows(tokens: Sequence[int] | np.ndarray, length: int) -> list[np.ndarr
 
 def per_tensor_weights(cfg: ModelConfig, floats: Params) -> dict[str, BlockedArray]:
     """The weights of all products at 8 bits with one scale per tensor, by name, on the host."""
-    return {
-        name: to_blocks(quantize(np.asarray(floats[name], np.float32), bits=8, axis=axis, per_tensor=True))
-        for name, axis in contracted_axes(cfg).items()
-    }
+    found = {}
+    for layer, product in itertools.product(range(cfg.layers), range(len(PRODUCTS))):
+        axis = -1 if contracts_last_axis(product) else -2
+        for name in product_names(layer, product, cfg):
+            weight = np.asarray(floats[name], np.float32)
+            found[name] = to_blocks(quantize(weight, bits=8, axis=axis, per_tensor=True))
+    return found
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,7 +110,7 @@ def fit_calibration(
     Raises:
       ConfigError: the model has experts, there is too little text, or its activations are not finite.
     """
-    require_integer_prefill(cfg)
+    require_room(cfg, "integer prefill")
     for rows in (texts, held_out):
         if (tokens := sum(map(len, rows))) < LEAST_TOKENS:
             raise ConfigError(

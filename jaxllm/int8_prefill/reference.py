@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.axes import Axes
+from jaxllm.axes import shaped
 from jaxllm.config import ModelConfig
 from jaxllm.int8_prefill.shadow import (
     PRODUCTS,
     contracts_last_axis,
-    product_biases,
+    matrices_of,
     product_matrices,
     shadow_products,
 )
@@ -32,6 +32,7 @@ from jaxllm.nn.linear import add_normed, from_units, to_units
 Rule = Callable[[int, int, jax.Array], Sequence[jax.Array]]
 
 
+@shaped(tokens="int32 T")
 def forward_by_rule(params: Params, tokens: jax.Array, rule: Rule, *, cfg: ModelConfig) -> jax.Array:
     """Hidden states `[T, D]` after the final norm of a text's tokens `[T]` int32, from position 0.
 
@@ -41,7 +42,6 @@ def forward_by_rule(params: Params, tokens: jax.Array, rule: Rule, *, cfg: Model
       rule: computes all products of layers.
       cfg: config of the model.
     """
-    Axes("forward_by_rule").check(jnp.int32, "T", tokens=tokens)
     count = len(tokens)
     at = TokenPositions.after(jnp.zeros((), jnp.int32), count, jnp.asarray(count, jnp.int32))
     x = embed_tokens(params, tokens[None], at.positions, cfg=cfg)
@@ -50,12 +50,12 @@ def forward_by_rule(params: Params, tokens: jax.Array, rule: Rule, *, cfg: Model
     return final_normed(params, x, cfg=cfg)[0]
 
 
+@shaped(tokens="int32 T", targets="int32 T")
 def scores_by_rule(
     params: Params, tokens: jax.Array, targets: jax.Array, rule: Rule, *, cfg: ModelConfig
 ) -> jax.Array:
     """Natural log-probabilities `[T]` float32 of targets `[T]`, each after its token and all tokens
     before."""
-    Axes("scores_by_rule").check(jnp.int32, "T", tokens=tokens, targets=targets)
     out = logits(params, forward_by_rule(params, tokens, rule, cfg=cfg), cfg=cfg)
     return jnp.take_along_axis(jax.nn.log_softmax(out, axis=-1), targets[:, None], axis=-1)[:, 0]
 
@@ -118,7 +118,7 @@ def layer_by_rule(
 
     def multiplied(product: int, rows: jax.Array) -> list[jax.Array]:
         found = rule(layer, product, rows.reshape(rows.shape[1], -1))
-        biases = product_biases(params, layer, product, cfg)
+        _, biases = matrices_of(weights, product, cfg)
         return [
             each if bias is None else each + bias.reshape(-1)
             for each, bias in zip(found, biases, strict=True)

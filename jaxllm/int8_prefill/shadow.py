@@ -15,13 +15,12 @@ Steps, channels and layers are chosen by `calibration.py`.
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.axes import Axes
+from jaxllm.axes import Axes, shaped
 from jaxllm.config import ModelConfig
 from jaxllm.kernels import native_products
 from jaxllm.kernels.converted import natively
@@ -55,6 +54,10 @@ class FloatRows:
     place: jax.Array
     rows: tuple[jax.Array, ...]
 
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes above at trace time."""
+        axes.check(jnp.int32, "D", place=self.place)
+
 
 def excess(x: jax.Array, step: jax.Array) -> jax.Array:
     """The part of `x` beyond ±127 steps, in the shape of x: zero for most values."""
@@ -67,6 +70,7 @@ def rooms(channels: int) -> tuple[int, ...]:
     return (0, *(room for room in _ROOMS if room < channels), *([channels] if channels <= _ROOMS[-1] else []))
 
 
+@shaped(x="float T D", step="float32")
 def shadow_products(
     x: jax.Array, step: jax.Array, weights: Sequence[Weight], rows: FloatRows, *, last: bool
 ) -> tuple[list[jax.Array], jax.Array]:
@@ -83,10 +87,6 @@ def shadow_products(
     Returns:
       `[T, outputs]` float32 for each weight, and the number of channels with an outlier, int32 scalar.
     """
-    axes = Axes("shadow_products")
-    axes.check(jnp.floating, "T D", x=x)
-    axes.check(jnp.float32, "", step=step)
-    axes.check(jnp.int32, "D", place=rows.place)
     x = x.astype(jnp.float32)
     hit = jnp.any(jnp.abs(x) > np.float32(TOP_LEVEL) * step, axis=0)
     count = jnp.sum(hit, dtype=jnp.int32)
@@ -309,11 +309,6 @@ def product_matrices(params: Params, layer: int, product: int, cfg: ModelConfig)
     return matrices_of(LayerParams(params, f"layers.{layer}."), product, cfg)[0]
 
 
-def product_biases(params: Params, layer: int, product: int, cfg: ModelConfig) -> list[jax.Array | None]:
-    """The biases of one of `PRODUCTS`."""
-    return matrices_of(LayerParams(params, f"layers.{layer}."), product, cfg)[1]
-
-
 def product_sizes(cfg: ModelConfig, layer: int, product: int) -> tuple[int, list[int]]:
     """Number of inputs of a product, and of outputs of each of its weights."""
     specs = param_specs(cfg)
@@ -322,16 +317,6 @@ def product_sizes(cfg: ModelConfig, layer: int, product: int) -> tuple[int, list
     if contracts_last_axis(product):
         return shapes[0][-1], units
     return units[0], [shape[-1] for shape in shapes]
-
-
-def contracted_axes(cfg: ModelConfig) -> dict[str, Literal[-1, -2]]:
-    """Name of each product's weight -> its contracted axis, as in `quantize`."""
-    return {
-        name: -1 if contracts_last_axis(product) else -2
-        for layer in range(cfg.layers)
-        for product in range(len(PRODUCTS))
-        for name in product_names(layer, product, cfg)
-    }
 
 
 def product_names(layer: int, product: int, cfg: ModelConfig) -> list[str]:

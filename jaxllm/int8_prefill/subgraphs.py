@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.axes import Axes
+from jaxllm.axes import Axes, shaped
 from jaxllm.config import ModelConfig
 from jaxllm.int8_prefill import shadow
 from jaxllm.int8_prefill.shadow import (
@@ -29,7 +29,6 @@ from jaxllm.int8_prefill.shadow import (
 )
 from jaxllm.kernels.native_call import value
 from jaxllm.kv.cache import Past, TokenPositions
-from jaxllm.models.features import require_room
 from jaxllm.models.layer import attend_cache, normed_heads
 from jaxllm.models.layer_stack import LayerParams, layer_of
 from jaxllm.models.parameters import Params
@@ -60,17 +59,6 @@ class LayerCalibration:
         """Whether the layer has a shadow."""
         return self.rows is not None
 
-    def check(self, axes: Axes) -> None:
-        """Asserts the shapes above at trace time."""
-        axes.check(jnp.float32, "4", steps=self.steps)
-        for rows in self.rows or ():
-            axes.check(jnp.int32, "*", place=rows.place)
-
-
-def require_integer_prefill(cfg: ModelConfig) -> None:
-    """Raises ConfigError unless the model can have integer prefill."""
-    require_room(cfg, "integer prefill")
-
 
 class IntegerLayer:
     """The stages of a layer as functions of a chunk (see `STAGE_VALUES`); `x` is the layer's input
@@ -84,18 +72,23 @@ class IntegerLayer:
 
     def __init__(self, params: Params, calibration: LayerCalibration, cfg: ModelConfig, layer: int) -> None:
         self._weights, self._calibration = layer_of(params, layer), calibration
-        self._steps, self._cfg, self._layer = calibration.steps, cfg, layer
+        self._steps, self.cfg, self._layer = calibration.steps, cfg, layer
 
+    def check(self, axes: Axes) -> None:
+        """Asserts the shapes of the calibration at trace time."""
+        axes.check(jnp.float32, "4", steps=self._steps)
+
+    @shaped(x="float 1 T D")
     def project(self, x: jax.Array) -> list[jax.Array]:
         """Queries `[1, T, K, G·H]`, keys and values `[1, T, K, H]`."""
-        self._axes("project", x=x)
         return self._products(PROJECT, x)
 
+    @shaped(x="float 1 T D")
     def project_shadow(self, x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         """The shadow of the products of `project`, and the number of channels with an outlier."""
-        self._axes("project_shadow", x=x)
         return self._normed_shadow(PROJECT, x)
 
+    @shaped(mass="float32 1 S")
     def attend(
         self,
         heads: Sequence[jax.Array],
@@ -112,11 +105,6 @@ class IntegerLayer:
           shadow; the updated keys and values; the updated mass; and the number of channels with outliers, or
           None.
         """
-        axes = self._axes("attend")
-        for q, k, v in (heads, *([] if shadows is None else [shadows])):
-            axes.check(jnp.floating, "1 T K *", queries=q)
-            axes.check(jnp.floating, "1 T K H", keys=k, values=v)
-        _check_past(axes, at, past, mass)
         out, past, mass = self._attention(heads if shadows is None else _sums(heads, shadows), at, past, mass)
         if self._calibration.rows is None:
             return out, None, past, mass, None
@@ -125,59 +113,58 @@ class IntegerLayer:
         (added,), count = self._shadow(OUT, used.reshape(*out.shape[:2], -1))
         return out, added, past, mass, count
 
+    @shaped(x="float 1 T D", out="float 1 T K *")
     def finish(self, x: jax.Array, out: jax.Array) -> jax.Array:
         """The next layer's input `[1, T, D]`, given the attention outputs."""
-        self._axes("finish", x=x).check(jnp.floating, "1 T K *", out=out)
         x = self._added_output(x, out)
-        norm, block = self._weights.norm("ffn_norm", self._cfg), block_weights(self._weights, self._cfg)
+        norm, block = self._weights.norm("ffn_norm", self.cfg), block_weights(self._weights, self.cfg)
         steps, used = (self._steps[WIDEN], self._steps[NARROW]), self._weights.used[1]
-        add_input = not self._cfg.post_norms
+        add_input = not self.cfg.post_norms
         mixed = feed_forward(x, norm, block, add_input=add_input, used=used, steps=steps)
         return self._post_normed(x, mixed, "ffn_post_norm")
 
+    @shaped(x="float 1 T D", out="float 1 T K *", added="float 1 T D")
     def widen(self, x: jax.Array, out: jax.Array, added: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         """Input of the feed-forward block `[1, T, D]`, and its first products, each `[1, T, F]`; `added` is
         the shadow from `attend`."""
-        self._axes("widen", x=x, added=added).check(jnp.floating, "1 T K *", out=out)
         x = self._added_output(x, out, added)
         return x, self._products(WIDEN, x)
 
+    @shaped(x="float 1 T D")
     def widen_shadow(self, x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         """The shadow of the products of `widen`, from the block's input; and the number of channels with an
         outlier."""
-        self._axes("widen_shadow", x=x)
         return self._normed_shadow(WIDEN, x)
 
+    @shaped(x="float 1 T D")
     def narrow(
         self, x: jax.Array, products: Sequence[jax.Array], shadows: Sequence[jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         """Output of the feed-forward block `[1, T, D]` (with x added, unless a norm follows), and the input
         of its last product `[1, T, F]`."""
-        axes = self._axes("narrow", x=x)
-        for each, added in zip(products, shadows, strict=True):
-            axes.check(jnp.floating, "1 T F", product=each, shadow=added)
         first, *more = _sums(products, shadows)
-        hidden = activate(first, self._cfg.activation)
+        hidden = activate(first, self.cfg.activation)
         hidden = hidden * more[0] if more else hidden
         out = from_units(
             hidden,
             self._weights["ffn.down"],
             self._weights.vector("ffn.down_bias"),
-            residual=None if self._cfg.post_norms else x,
+            residual=None if self.cfg.post_norms else x,
             used=self._weights.used[1],
             step=self._steps[NARROW],
         )
         return out, hidden
 
+    @shaped(x="float 1 T D", out="float 1 T D", hidden="float 1 T F")
     def narrow_shadow(self, x: jax.Array, out: jax.Array, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The next layer's input `[1, T, D]`, with the shadow of `hidden` `[1, T, F]` added; and the number
         of channels with an outlier."""
-        self._axes("narrow_shadow", x=x, out=out).check(jnp.floating, "1 T F", hidden=hidden)
         _, neurons = self._weights.used
         used = hidden if neurons is None else neurons.only(hidden, 2)
         (added,), count = self._shadow(NARROW, used)
         return self._post_normed(x, out + added, "ffn_post_norm"), count
 
+    @shaped(x="float 1 T D", mass="float32 1 S")
     def layer(
         self, x: jax.Array, at: TokenPositions, past: Past, mass: jax.Array | None
     ) -> tuple[jax.Array, Past, jax.Array | None, jax.Array | None]:
@@ -188,8 +175,7 @@ class IntegerLayer:
           The next layer's input, the updated keys and values, the updated mass; and if the layer has a shadow
           the number of channels with outliers of each of `PRODUCTS`, `[4]` int32, else None.
         """
-        _check_past(self._axes("layer", x=x), at, past, mass)
-        rows, steps, weights, cfg = self._calibration.rows, self._steps, self._weights, self._cfg
+        rows, steps, weights, cfg = self._calibration.rows, self._steps, self._weights, self.cfg
         if rows is None:
             out, past, mass = self._attention(self.project(x), at, past, mass)
             return self.finish(x, out), past, mass, None
@@ -212,22 +198,15 @@ class IntegerLayer:
         x = self._post_normed(x, mixed, "ffn_post_norm", at.valid)
         return x, past, mass, jnp.concatenate([projected, attended, both])
 
-    def _axes(self, stage: str, **hidden: jax.Array) -> Axes:
-        """Asserts the calibration and the arrays `[1, T, D]` of a stage at trace time."""
-        axes = Axes(stage, D=self._cfg.hidden_size, H=self._cfg.head_dim)
-        self._calibration.check(axes)
-        axes.check(jnp.floating, "1 T D", **hidden)
-        return axes
-
     def _attention(
         self, heads: Sequence[jax.Array], at: TokenPositions, past: Past, mass: jax.Array | None
     ) -> tuple[jax.Array, Past, jax.Array | None]:
         """Attention outputs, the updated keys and values, and the updated mass."""
         q, k, v = heads
-        new = normed_heads(self._weights, q, k, v, self._cfg)
+        new = normed_heads(self._weights, q, k, v, self.cfg)
         groups, _ = self._weights.used
         out, (past, mass) = attend_cache(
-            new, groups, cfg=self._cfg, layer=self._layer, at=at, past=past, mass=mass
+            new, groups, cfg=self.cfg, layer=self._layer, at=at, past=past, mass=mass
         )
         real = jnp.arange(out.shape[1], dtype=jnp.int32)[:, None, None] < at.valid
         # Outputs of padding are undefined, and outliers in them would be counted.
@@ -236,7 +215,7 @@ class IntegerLayer:
 
     def _added_output(self, x: jax.Array, out: jax.Array, added: jax.Array | None = None) -> jax.Array:
         """The layer's input with its output product and that product's shadow added."""
-        residual, used = None if self._cfg.post_norms else x, self._weights.used[0]
+        residual, used = None if self.cfg.post_norms else x, self._weights.used[0]
         mixed = from_units(out, *self._outward(), residual=residual, used=used, step=self._steps[OUT])
         return self._post_normed(x, mixed if added is None else mixed + added, "attn_post_norm")
 
@@ -248,35 +227,28 @@ class IntegerLayer:
         self, x: jax.Array, mixed: jax.Array, norm: str, valid: jax.Array | None = None
     ) -> jax.Array:
         """A block's output, with x already added unless a norm follows, which adds it."""
-        if not self._cfg.post_norms:
+        if not self.cfg.post_norms:
             return mixed
-        return add_normed(x, mixed, self._weights.norm(norm, self._cfg), valid)
+        return add_normed(x, mixed, self._weights.norm(norm, self.cfg), valid)
 
     def _products(self, product: int, x: jax.Array) -> list[jax.Array]:
         """Products of the normalized `x`: of heads, or the first of the feed-forward block."""
-        matrices, biases = matrices_of(self._weights, product, self._cfg)
+        matrices, biases = matrices_of(self._weights, product, self.cfg)
         groups, neurons = self._weights.used
         used = groups if product == PROJECT else neurons
-        norm = self._weights.norm(_NORMS[product], self._cfg)
+        norm = self._weights.norm(_NORMS[product], self.cfg)
         return normed_to_units(x, norm, matrices, biases, used=used, step=self._steps[product])
 
     def _normed_shadow(self, product: int, x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         """The shadow of `_products`, and the number of channels with an outlier."""
-        return self._shadow(product, normalize(x, self._weights.norm(_NORMS[product], self._cfg)))
+        return self._shadow(product, normalize(x, self._weights.norm(_NORMS[product], self.cfg)))
 
     def _shadow(self, product: int, x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         """The shadow of a product's input `[1, T, inputs]` for each of its results."""
         assert self._calibration.rows is not None
-        matrices, _ = matrices_of(self._weights, product, self._cfg)
+        matrices, _ = matrices_of(self._weights, product, self.cfg)
         rows, last = self._calibration.rows[product], contracts_last_axis(product)
         return shadow.added_by_shadow(x, self._steps[product], matrices, rows, last=last)
-
-
-def _check_past(axes: Axes, at: TokenPositions, past: Past, mass: jax.Array | None) -> None:
-    """Asserts positions and the part of the cache that a stage uses, at trace time."""
-    at.check(axes)
-    past.check(axes)
-    axes.check(jnp.float32, "1 S", mass=mass)
 
 
 def _sums(results: Sequence[jax.Array], shadows: Sequence[jax.Array]) -> list[jax.Array]:
@@ -323,14 +295,13 @@ def calibration_arrays(calibration: LayerCalibration) -> dict[str, Any]:
 
 def calibration_of(weights: LayerParams) -> LayerCalibration:
     """The calibration from `calibration_arrays` among a layer's parameters."""
-    steps = weights.operand(_STEPS)
+    steps, every = weights.operand(_STEPS), []
     assert steps is not None
-    rows = tuple(_rows_of(weights, product) for product in range(len(PRODUCTS)))
-    return LayerCalibration(value(steps), rows if all(each is not None for each in rows) else None)  # pyright: ignore
-
-
-def _rows_of(weights: LayerParams, product: int) -> FloatRows | None:
-    place, found = weights.operand(f"{_PLACE}.{product}"), []
-    while (each := weights.operand(f"{_ROWS}.{product}.{len(found)}")) is not None:
-        found.append(each)
-    return None if place is None else FloatRows(place, tuple(found))  # pyright: ignore[reportArgumentType]
+    for product in range(len(PRODUCTS)):
+        if (place := weights.operand(f"{_PLACE}.{product}")) is None:
+            return LayerCalibration(value(steps))
+        rows = []
+        while (each := weights.operand(f"{_ROWS}.{product}.{len(rows)}")) is not None:
+            rows.append(each)
+        every.append(FloatRows(place, tuple(rows)))  # pyright: ignore[reportArgumentType]
+    return LayerCalibration(value(steps), tuple(every))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.axes import Axes
+from jaxllm.axes import shaped
 from jaxllm.sampling import SamplerState, likeliest, sample
 from jaxllm.speculation.token_tree import BRANCH_CONFIDENCE, Pacer, TokenTree
 
@@ -17,6 +17,7 @@ from jaxllm.speculation.token_tree import BRANCH_CONFIDENCE, Pacer, TokenTree
 jax.tree_util.register_dataclass(TokenTree)
 
 
+@shaped(root="int32")
 def new_tree(root: jax.Array, room: int) -> TokenTree:
     """A tree with only a root.
 
@@ -24,9 +25,6 @@ def new_tree(root: jax.Array, room: int) -> TokenTree:
       root: int32 scalar, the root's token.
       room: maximum number of nodes of the tree (M), at least 1.
     """
-    root = jnp.asarray(root, jnp.int32)
-    # A root of rank 1 would become the token of every node.
-    Axes("new_tree").check(jnp.int32, "", root=root)
     first = jnp.arange(room, dtype=jnp.int32) == 0
     return TokenTree(
         tokens=jnp.where(first, root, 0),
@@ -53,6 +51,9 @@ def line_tree(tokens: Sequence[int]) -> TokenTree:
     )
 
 
+@shaped(
+    parents="int32 T", tokens="int32 T", confidences="float32 T", wanted="bool T", probabilities="float32 T"
+)
 def add_nodes(
     tree: TokenTree,
     parents: jax.Array,
@@ -71,11 +72,6 @@ def add_nodes(
       wanted: `[T]` bool; the others are left out.
       probabilities: `[T]` float32 (see `TokenTree`).
     """
-    axes = Axes("add_nodes")
-    tree.check(axes)
-    axes.check(jnp.int32, "T", parents=parents, tokens=tokens)
-    axes.check(jnp.float32, "T", confidences=confidences, probabilities=probabilities)
-    axes.check(jnp.bool_, "T", wanted=wanted)
     place = tree.count + jnp.cumsum(wanted.astype(jnp.int32)) - 1
     fits = wanted & (place < tree.room)
     # Node M does not exist: `mode="drop"` drops nodes that do not fit.
@@ -97,6 +93,7 @@ def add_nodes(
     )
 
 
+@shaped(chosen="int32 M")
 def accepted_nodes(tree: TokenTree, chosen: jax.Array) -> jax.Array:
     """The accepted nodes, `[M]` bool: the root, and each node that, like all of its ancestors, is the
     target's token after its parent.
@@ -105,31 +102,24 @@ def accepted_nodes(tree: TokenTree, chosen: jax.Array) -> jax.Array:
       tree: the tree.
       chosen: `[M]` int32, the target's token after each node.
     """
-    axes = Axes("accepted_nodes")
-    tree.check(axes)
-    axes.check(jnp.int32, "M", chosen=chosen)
     as_chosen = (tree.tokens == chosen[jnp.maximum(tree.parents, 0)]) | (tree.parents < 0)
     wrong = tree.ancestors & ~as_chosen
     return tree.used & ~jnp.any(wrong, axis=1)
 
 
+@shaped(accepted="bool M")
 def deepest(tree: TokenTree, accepted: jax.Array) -> jax.Array:
     """The deepest of the nodes that are `accepted` (`[M]` bool), the first of equals: int32 scalar."""
-    axes = Axes("deepest")
-    tree.check(axes)
-    axes.check(jnp.bool_, "M", accepted=accepted)
     return jnp.argmax(jnp.where(accepted, tree.depths, -1)).astype(jnp.int32)
 
 
+@shaped(node="int32")
 def path_to(tree: TokenTree, node: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The nodes from the root to `node` (int32 scalar), in order.
 
     Returns:
       `[M]` int32, and the number of them on the path; the others repeat the last one.
     """
-    axes = Axes("path_to")
-    tree.check(axes)
-    axes.check(jnp.int32, "", node=node)
     on_path = tree.ancestors[node]
     nodes = jnp.nonzero(on_path, size=tree.room, fill_value=np.iinfo(np.int32).max)[0].astype(jnp.int32)
     return jnp.minimum(nodes, node), jnp.sum(on_path, dtype=jnp.int32)
@@ -196,6 +186,7 @@ class Calibration:
         return (_log_odds(accepted) - _log_odds(promised)).astype(np.float32)
 
 
+@shaped(probabilities="float32 T *", shifts=f"float32 {RANKS} {CELLS}")
 def calibrated(probabilities: jax.Array, shifts: jax.Array) -> jax.Array:
     """The probabilities that the target accepts the most likely tokens, given that it accepted their parent.
 
@@ -206,9 +197,6 @@ def calibrated(probabilities: jax.Array, shifts: jax.Array) -> jax.Array:
     Returns:
       `[T, *]` float32, below 1.
     """
-    axes = Axes("calibrated")
-    axes.check(jnp.float32, "T *", probabilities=probabilities)
-    axes.check(jnp.float32, f"{RANKS} {CELLS}", shifts=shifts)
     least = np.float32(1 / (1 + np.exp(-_FIRST)))
     bounded = jnp.clip(probabilities, least, 1 - least)
     odds = jnp.log(bounded) - jnp.log1p(-bounded)
@@ -260,6 +248,7 @@ def _log_odds(probabilities: np.ndarray) -> np.ndarray:
 # draft gives several tokens a high probability, the branch divides.
 
 
+@shaped(fed="bool M")
 def next_tips(
     tree: TokenTree,
     fed: jax.Array,
@@ -280,9 +269,6 @@ def next_tips(
     Returns:
       `[count]` int32, ascending, and the number of valid ones (the others repeat the last node).
     """
-    axes = Axes("next_tips")
-    tree.check(axes)
-    axes.check(jnp.bool_, "M", fed=fed)
     if pacer == "confidence":
         rank = tree.confidences
     elif pacer == "fair":
@@ -296,6 +282,7 @@ def next_tips(
     return chosen, jnp.sum(there, dtype=jnp.int32)
 
 
+@shaped(fed="bool M")
 def missing_tokens(tree: TokenTree, fed: jax.Array) -> jax.Array:
     """The number of tokens that each branch lacks of its share of all drafted ones: f of equation 1.
 
@@ -311,15 +298,13 @@ def missing_tokens(tree: TokenTree, fed: jax.Array) -> jax.Array:
     Returns:
       `[M]` float32 of the nodes in which branches end, undefined elsewhere.
     """
-    axes = Axes("missing_tokens")
-    tree.check(axes)
-    axes.check(jnp.bool_, "M", fed=fed)
     whole = jnp.sum(jnp.where(tree.used & ~fed, tree.confidences, 0.0))
     # Confidences may be as small as the smallest float, and their sum 0.
     shares = tree.confidences / jnp.maximum(whole, np.finfo(np.float32).tiny)
     return (tree.count - 1).astype(jnp.float32) * shares - tree.depths.astype(jnp.float32)
 
 
+@shaped(tips="int32 T", valid="int32", probabilities="float32 T V")
 def grow(
     tree: TokenTree,
     tips: jax.Array,
@@ -342,11 +327,6 @@ def grow(
       branches: maximum number of children of a node.
       threshold: see above.
     """
-    axes = Axes("grow")
-    tree.check(axes)
-    axes.check(jnp.int32, "T", tips=tips)
-    axes.check(jnp.int32, "", valid=valid)
-    axes.check(jnp.float32, "T V", probabilities=probabilities)
     own, tokens = jax.lax.top_k(probabilities, branches)
     confidences = calibrated(own, jnp.asarray(shifts))
     real = jnp.arange(tips.shape[0], dtype=jnp.int32) < valid
@@ -361,15 +341,14 @@ def grow(
     return add_nodes(tree, *flat)
 
 
+@shaped(fed="bool M")
 def best_confidence(tree: TokenTree, fed: jax.Array) -> jax.Array:
     """Tc, the highest cumulative confidence of a branch that can still grow: float32 scalar, 0 if none can;
     `fed` is `[M]` bool, as in `next_tips`."""
-    axes = Axes("best_confidence")
-    tree.check(axes)
-    axes.check(jnp.bool_, "M", fed=fed)
     return jnp.max(jnp.where(tree.used & ~fed, tree.confidences, 0.0))
 
 
+@shaped(logits="float32 M V", B=1)
 def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Array:
     """The target's token after each node, `[M]` int32, or `NO_TOKEN` (see `sample`).
 
@@ -381,11 +360,6 @@ def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Ar
       logits: `[M, V]` float32, the target's logits after each node.
       sampler: state of the sequence up to the root, batch 1.
     """
-
-    axes = Axes("choices", B=1)
-    tree.check(axes)
-    axes.check(jnp.float32, "M V", logits=logits)
-    sampler.check(axes)
 
     def counted() -> jax.Array:
         """Count of each token in the answer after each node, `[M, V]` int32."""

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxllm.axes import Axes, shaped
 from jaxllm.config import ModelConfig
-from jaxllm.experts.mixture import Tiles, no_visits, run_stored, run_tile, sum_visits, tiles_and_weights
-from jaxllm.kernels.native_products import StoredExperts
+from jaxllm.experts.mixture import Tiles, no_visits, run_tile, sum_visits, tiles_and_weights
+from jaxllm.kernels.native_products import StoredExperts, stored_visits
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.models import decoder
@@ -200,10 +200,19 @@ def stored_tiles(
       out: the outputs of all tiles so far; donated.
       begun: partial results of begun tiles; donated.
     """
-    rows = tokens.x.reshape(-1, tokens.x.shape[-1])
-    scale = LayerParams(norm, "").norm("ffn_norm", cfg)
-    before = out, begun
-    return run_stored(rows, scale, tokens.tiles, actions, weights, before, activation=cfg.activation)
+    tiles, before = tokens.tiles, LayerParams(norm, "").norm("ffn_norm", cfg)
+    found, begun = stored_visits(
+        tokens.x.reshape(-1, tokens.x.shape[-1]).astype(jnp.float32),
+        (tiles.token, tiles.expert, tiles.size, tiles.count),
+        actions,
+        weights,
+        out.astype(jnp.float32),
+        begun,
+        activation=cfg.activation,
+        norm_scale=before.scale,
+        norm_eps=before.eps,
+    )
+    return found.astype(out.dtype), begun
 
 
 @shaped()

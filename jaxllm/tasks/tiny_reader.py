@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jaxllm.elastic.compression import input_rows, read_scores, spread, word_count, word_scores
+from jaxllm.elastic.compression import input_rows, read_scores, word_count, word_scores
 from jaxllm.text.droppable import PromptTokens
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
@@ -74,4 +74,5 @@ class TinyReader:
             return likely
         words = self.tokens(prompt).words
         count = word_count(prompt.text, prompt.boundaries)
-        return spread(word_scores(likely, words, count), prompt.words)
+        # Of tokens of no word, which index the last entry, 1.
+        return np.append(word_scores(likely, words, count), 1.0)[prompt.words]

@@ -62,10 +62,26 @@ class Levels:
           adapter: adapter of the whole model, added to each level's own; empty for none.
           scaling: factor of the adapter's product.
         """
-        cfgs = {WHOLE: self._whole, **self.cfgs}
-        if self.counted or (self._addressed and not self.cfgs and _in_layers(adapter)):
-            return self._counted(whole, cfgs, adapter, scaling)
-        adapted, found = adapt(whole, adapter, scaling), {}
+        cfgs, found = {WHOLE: self._whole, **self.cfgs}, dict[int, Params]()
+        plain = not any(target_of(name).startswith(("experts", "router")) for name in parameters_of(adapter))
+        # An adapter of experts or routers is not counted.
+        if self.counted or (self._addressed and not self.cfgs and plain):
+            layers = ("layers.", f"{ENCODER}layers.")
+            outside = {name: each for name, each in adapter.items() if not name.startswith(layers)}
+            inside = {name: each for name, each in adapter.items() if name not in outside}
+            whole, ranks = adapt(whole, outside, scaling), dict(self._ranks)
+            for name in parameters_of(inside):
+                ranks[name] = ranks.get(name, 0) + inside[f"{name}.right"].shape[-2]
+            for level, cfg in cfgs.items():
+                adapters: list[tuple[Adapter, float]] = [(inside, scaling)] if inside else []
+                if own := self._recoveries.get(level):
+                    adapters.append((own.adapter, own.scaling))
+                counted = cfg if self.counted else None
+                found[level] = counted_sub_model(whole, self._whole, counted, adapters=adapters, ranks=ranks)
+                # The parameters have a copy.
+                release_recovery(self._bundle, level)
+            return found
+        adapted = adapt(whole, adapter, scaling)
         for level, cfg in cfgs.items():
             views = adapted if level == WHOLE else shared_sub_model(adapted, cfg)
             own = self._recoveries.get(level)
@@ -75,28 +91,3 @@ class Levels:
             found[level] = views
             release_recovery(self._bundle, level)
         return found
-
-    def _counted(
-        self, whole: Params, cfgs: Mapping[int, ModelConfig], adapter: Adapter, scaling: float
-    ) -> dict[int, Params]:
-        layers = ("layers.", f"{ENCODER}layers.")
-        outside = {name: each for name, each in adapter.items() if not name.startswith(layers)}
-        inside = {name: each for name, each in adapter.items() if name not in outside}
-        whole, ranks = adapt(whole, outside, scaling), dict(self._ranks)
-        for name in parameters_of(inside):
-            ranks[name] = ranks.get(name, 0) + inside[f"{name}.right"].shape[-2]
-        found: dict[int, Params] = {}
-        for level, cfg in cfgs.items():
-            adapters: list[tuple[Adapter, float]] = [(inside, scaling)] if inside else []
-            if own := self._recoveries.get(level):
-                adapters.append((own.adapter, own.scaling))
-            counted = cfg if self.counted else None
-            found[level] = counted_sub_model(whole, self._whole, counted, adapters=adapters, ranks=ranks)
-            # The parameters have a copy.
-            release_recovery(self._bundle, level)
-        return found
-
-
-def _in_layers(adapter: Adapter) -> bool:
-    """Whether an adapter changes no experts and no routers."""
-    return not any(target_of(name).startswith(("experts", "router")) for name in parameters_of(adapter))

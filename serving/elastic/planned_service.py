@@ -36,6 +36,9 @@ class PlannedCall(Lifecycle):
     Attributes:
       plan: level, the prompt's kept tokens and the expected cost.
       objective: objective of the answer's time or energy.
+      profile: profile of this device.
+      tokenize_ms: time to render and encode the prompt.
+      margin: learns from the answer's cost; None for no learning.
     """
 
     def __init__(
@@ -47,47 +50,38 @@ class PlannedCall(Lifecycle):
         tokenize_ms: float = 0.0,
         margin: SafetyMargin | None = None,
     ) -> None:
-        """See the class.
-
-        Args:
-          plan, objective: see the class.
-          profile: profile of this device.
-          tokenize_ms: time to render and encode the prompt.
-          margin: learns from the answer's cost; None for no learning.
-        """
-        self.plan = self._plan = plan
-        self.objective = objective
-        self._profile, self._tokenize_ms, self._margin = profile, tokenize_ms, margin
+        self.plan, self.objective, self.profile = plan, objective, profile
+        self.tokenize_ms, self.margin = tokenize_ms, margin
         self._saw_first = self._saw_further = False
 
     def cost(self, run: Run) -> Cost:
         """The cost of an answer so far, from the request on; its energy comes from the profile."""
-        timings, tokens, plan = run.timings, len(run.tokens), self._plan
-        known, computed = self._profile.energy is not None, max(1, len(plan.kept) - plan.reused_tokens)
+        timings, tokens, plan = run.timings, len(run.tokens), self.plan
+        known, computed = self.profile.energy is not None, max(1, len(plan.kept) - plan.reused_tokens)
         return Cost(
-            ttft_ms=self._tokenize_ms + plan.planning_ms + timings.ttft_ms,
+            ttft_ms=self.tokenize_ms + plan.planning_ms + timings.ttft_ms,
             tpot_ms=timings.tpot_ms(tokens),
             tokens=tokens,
-            joules=self._profile.joules(plan.level, computed, tokens) if known else None,
+            joules=self.profile.joules(plan.level, computed, tokens) if known else None,
         )
 
     def met(self, run: Run) -> bool:
         """Whether an answer so far met its objective."""
-        return meets(self.objective, self.cost(run), self._plan.whole)
+        return meets(self.objective, self.cost(run), self.plan.whole)
 
     def stepped(self, run: Run) -> None:
         """Learns from the time to the first token."""
-        if not self._saw_first and self._margin is not None:
-            self._margin.saw_first(self._plan.expected, self.cost(run))
+        if not self._saw_first and self.margin is not None:
+            self.margin.saw_first(self.plan.expected, self.cost(run))
         self._saw_first = True
 
     def finish(self, run: Run) -> None:
         """Learns from the time per further token."""
         # Callers may pause between pieces: then the time per token is not the model's.
         whole = run.taken_whole and run.finish_reason is not None
-        if whole and not self._saw_further and self._margin is not None:
+        if whole and not self._saw_further and self.margin is not None:
             self._saw_further = True
-            self._margin.saw_further(self._plan.expected, self.cost(run))
+            self.margin.saw_further(self.plan.expected, self.cost(run))
 
 
 class PlannedService:

@@ -93,12 +93,7 @@ _NONE: Mapping[int, int] = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class _Request:
-    """A request for a plan: see `Planner.plan`.
-
-    Attributes:
-      whole: cost of the whole model, to which ratios refer.
-      began: start of planning, by `time.perf_counter`.
-    """
+    """A request for a plan (see `Planner.plan`), with the whole model's cost and the start of planning."""
 
     objective: Objective
     answer_tokens: int
@@ -295,7 +290,16 @@ class Planner:
             if not last:
                 return None
             if strict:
-                raise ObjectiveMissed(self._refusal(request.objective, excess, unasked))
+                by_ratio, ratios = excess, self._ratios
+                if unasked.min() <= excess.min():
+                    by_ratio, ratios = unasked, (1.0,)
+                level, place = _smallest(by_ratio)
+                raise ObjectiveMissed(
+                    f"no sub-model meets {request.objective}: level {self._levels[level]} with "
+                    f"{ratios[place]:.0%} of the prompt comes nearest and takes "
+                    f"{by_ratio[level, place] * self._margin:.2f} times as much (of what is asked, "
+                    f"{self._margin:.0%} are planned for); ask for more time, or without strict"
+                )
         if proposer is None or largest >= _largest(allowed)[0]:
             if largest >= 0:
                 return made(self._levels[largest], 1.0, np.arange(tokens), "fallback")
@@ -329,18 +333,6 @@ class Planner:
             self._profile, self._levels, counts, request.answer_tokens, planning_ms=planning_ms, reused=reused
         )
         return request.excess(costs, factors)
-
-    def _refusal(self, objective: Objective, excess: np.ndarray, unasked: np.ndarray) -> str:
-        ratios = self._ratios
-        if unasked.min() <= excess.min():
-            excess, ratios = unasked, (1.0,)
-        level, place = _smallest(excess)
-        share, times = ratios[place], excess[level, place] * self._margin
-        return (
-            f"no sub-model meets {objective}: level {self._levels[level]} with {share:.0%} of the prompt "
-            f"comes nearest and takes {times:.2f} times as much (of what is asked, {self._margin:.0%} are "
-            "planned for); ask for more time, or without strict"
-        )
 
 
 def level_of_turn(

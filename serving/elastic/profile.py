@@ -127,7 +127,7 @@ class DeviceProfile:
         """Whether integer prefill of `tokens` is faster than float prefill; False if unknown."""
         if self.prefill is None or level not in self.levels:
             return False
-        both = (np.array(rows) for rows in (self.prefill.integer_ms, self.prefill.float_ms))
+        both = self.prefill.integer_ms, self.prefill.float_ms
         integers, floats = (self._of_chunks(rows, (level,), (tokens,))[0, 0] for rows in both)
         return bool(integers < floats)
 
@@ -174,10 +174,6 @@ class DeviceProfile:
             prefill=next((each.prefill for each in both if each.prefill), None),
         )
 
-    @functools.cached_property
-    def _measured(self) -> tuple[np.ndarray, np.ndarray]:
-        return np.array(self.ttft_ms), np.array(self.tpot_ms)
-
     def _times(self, which: int, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """Times to the first token (0) or per further token (1) of levels and prompt lengths."""
         listed = self._listed[which]
@@ -193,16 +189,16 @@ class DeviceProfile:
 
     def _interpolated(self, levels: Sequence[int], tokens: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """Both times of levels and prompt lengths, interpolated between measured ones."""
-        ttft_ms, tpot_ms = self._measured
-        further = _between(np.array(tokens), np.array(self.tokens), tpot_ms[self._places(levels)])
-        return self._of_chunks(ttft_ms, levels, tokens), further
+        tpot_ms = np.array(self.tpot_ms)[self._places(levels)]
+        further = _between(np.array(tokens), np.array(self.tokens), tpot_ms)
+        return self._of_chunks(self.ttft_ms, levels, tokens), further
 
-    def _of_chunks(self, times: np.ndarray, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
+    def _of_chunks(self, times: Rows, levels: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """Prefill times `[levels, tokens]`, interpolated by the cost of chunks from those `[levels, lengths]`
         of the profile."""
         known = np.array(_costs(self.tokens, self.chunk_tokens, self.exact_chunks))
         wanted = np.array(_costs(tuple(tokens), self.chunk_tokens, self.exact_chunks))
-        return _between(wanted, known, times[self._places(levels)])
+        return _between(wanted, known, np.array(times)[self._places(levels)])
 
     def _places(self, levels: Sequence[int]) -> list[int]:
         for level in levels:

@@ -137,14 +137,12 @@ def measure_together(
     engines: Sequence[Engine], *, repeats: int = REPEATS, seed: int = 0, progress: Progress | None = None
 ) -> list[DeviceProfile]:
     """Measures every level of several warm engines to compare (see `Measurement`); `progress` is called with
-    ("profile", runs done, runs in all)."""
-    measurement, reported = Measurement(engines, repeats=repeats, seed=seed), 0
-    while measurement.step():
-        if progress is not None and measurement.done > reported:
-            reported = measurement.done
-            progress("profile", reported, measurement.total)
-    if progress is not None:
-        progress("profile", measurement.total, measurement.total)
+    ("profile", runs done, runs in all) after each dispatch."""
+    measurement, more = Measurement(engines, repeats=repeats, seed=seed), True
+    while more:
+        more = measurement.step()
+        if progress is not None:
+            progress("profile", measurement.done, measurement.total)
     return measurement.profiles()
 
 

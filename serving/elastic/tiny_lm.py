@@ -86,7 +86,13 @@ class TinyPlanner(TinyProposer):
         """
         # Before anything is compiled.
         known_levels(tiny, levels)
-        lengths, params = row_lengths(tiny.row_tokens), _served(tiny)
+        lengths = row_lengths(tiny.row_tokens)
+        native_here = jax.default_backend() == "cpu" and native.kernels().native
+        # In the fastest formats, on the device.
+        params: dict[str, Weight] = {
+            name: jax.tree.map(jax.device_put, to_blocks(value) if isinstance(value, QArray) else value)
+            for name, value in served_arrays(tiny.params, native_here=native_here).items()
+        }
         buckets = BucketTable(TlmShapes(tiny.cfg, shapes_of(params)), store and store.of(tiny.cfg, params))
         buckets.fill(TinyLmBucket(tokens=length) for length in lengths)
 
@@ -107,14 +113,3 @@ def served_arrays(params: Mapping[str, np.ndarray], *, native_here: bool) -> dic
         else:
             served[name] = value
     return served
-
-
-def _served(tiny: TinyLm) -> dict[str, Weight]:
-    """The tiny LM's weights in the fastest formats, on the device."""
-    native_here = jax.default_backend() == "cpu" and native.kernels().native
-    return {
-        name: jax.tree.map(jax.device_put, to_blocks(value))
-        if isinstance(value, QArray)
-        else jax.device_put(value)
-        for name, value in served_arrays(tiny.params, native_here=native_here).items()
-    }

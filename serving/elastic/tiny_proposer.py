@@ -76,7 +76,15 @@ class TinyProposer:
         self._places = np.array([self._levels.index(level) for level in known])
         self._classes = np.array([tiny.levels.index(level) for level in known])
         self._reader, self._lengths, self._run = TinyReader.of(tiny), lengths, run
-        self._pass_ms = {length: self._time(length) for length in lengths}
+        self._pass_ms: dict[int, float] = {}
+        for length in lengths:
+            row, mask, times = np.zeros((1, length), np.int32), np.ones((1, length), bool), []
+            # The first run sets up the bucket's kernels.
+            for _ in range(_TIMED_RUNS + 1):
+                began = time.perf_counter()
+                run(row, mask)
+                times.append(1000 * (time.perf_counter() - began))
+            self._pass_ms[length] = statistics.median(times[1:])
 
     def propose(self, prompt: PromptTokens, slo: Slo, allowed: np.ndarray) -> Proposal:
         """The best of the allowed choices, and a score of each token of the prompt.
@@ -127,15 +135,6 @@ class TinyProposer:
         keep, model, share = (np.concatenate(parts) for parts in zip(*outs, strict=True))
         likely = self._reader.keep_likely(prompt, keep, mask)
         return likely, (model[0].astype(np.float64), share[0].astype(np.float64))
-
-    def _time(self, length: int) -> float:
-        row, mask, times = np.zeros((1, length), np.int32), np.ones((1, length), bool), []
-        # The first run sets up the bucket's kernels.
-        for _ in range(_TIMED_RUNS + 1):
-            began = time.perf_counter()
-            self._run(row, mask)
-            times.append(1000 * (time.perf_counter() - began))
-        return statistics.median(times[1:])
 
 
 def known_levels(tiny: TinyClasses, levels: Sequence[int]) -> list[int]:

@@ -31,65 +31,42 @@ from jaxllm.steps.sparse_layers import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _SparseBucket(Bucket):
-    """A part of a sparse layer.
-
-    Attributes:
-      loss: see `ExpertOptions`.
-      ahead: number of layers whose routers run ahead.
-    """
+    """A part of a sparse layer; for `loss` see `ExpertOptions`, `ahead` layers' routers run ahead."""
 
     loss: float = 0.0
     ahead: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _BeforeExperts(_SparseBucket, OfLayerBucket):
-    """Runs a sparse layer up to its experts."""
-
-    def params(self, model: ModelShapes) -> tuple[Any, list[Any]]:
-        """The parameters of the layer, and the next routers."""
-        routers = [router_params(model.weights, self.layer)] * self.ahead
-        return layer_params(model.params, self.layer, self.layer), routers
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttendBucket(_BeforeExperts):
+class AttendBucket(_SparseBucket, OfLayerBucket):
     """Runs a sparse layer over a chunk or a token tree, up to its experts (see
-    `steps.sparse_layers.attend_layer`).
+    `steps.sparse_layers.attend_layer`); or restores it, of a context of which `tokens` tokens are recomputed
+    (see `attend_restored`).
 
     Attributes:
       tree: whether the tokens are a tree; then attention mass is counted by node.
+      restored: whether the layer is restored.
     """
 
     tree: bool = False
+    restored: bool = False
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(layer's params, next routers, x, positions, keys and values, mass) -> tokens at experts, a
-        buffer for their outputs, keys and values, mass."""
-        attend = functools.partial(attend_layer, of=SparseLayer(model.cfg, self.layer, self.loss))
-        return jax.jit(attend, donate_argnums=(2, 4, 5)).lower(
-            *self.params(model),
-            model.hidden(self.tokens),
-            position_shapes(self.tokens, tree=self.tree),
-            model.past(self.layer, self.cache_tokens),
-            mass_shape(model.cache(self.cache_tokens), self.tokens if self.tree else None),
-        )
-
-
-class AttendRestoredBucket(_BeforeExperts):
-    """Restores a sparse layer of a context, of which `tokens` tokens are recomputed, up to its experts (see
-    `steps.sparse_layers.attend_restored`)."""
-
-    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(layer's params, next routers, x, positions, keys and values, chunks) -> tokens at experts,
-        a buffer for their outputs, keys and values."""
-        attend = functools.partial(attend_restored, of=SparseLayer(model.cfg, self.layer, self.loss))
-        return jax.jit(attend, donate_argnums=(2, 4)).lower(
-            *self.params(model),
-            model.hidden(self.tokens),
-            position_shapes(self.tokens, consecutive=False),
-            model.past(self.layer, self.cache_tokens),
-            layer_chunk_shapes(model, self.layer, self.cache_tokens),
+        buffer for their outputs, keys and values, mass; of a restored layer chunks in place of the mass."""
+        if self.restored:
+            step, donated = attend_restored, (2, 4)
+            at = position_shapes(self.tokens, consecutive=False)
+            last = layer_chunk_shapes(model, self.layer, self.cache_tokens)
+        else:
+            step, donated, at = attend_layer, (2, 4, 5), position_shapes(self.tokens, tree=self.tree)
+            last = mass_shape(model.cache(self.cache_tokens), self.tokens if self.tree else None)
+        attend = functools.partial(step, of=SparseLayer(model.cfg, self.layer, self.loss))
+        params = layer_params(model.params, self.layer, self.layer)
+        routers = [router_params(model.weights, self.layer)] * self.ahead
+        past = model.past(self.layer, self.cache_tokens)
+        return jax.jit(attend, donate_argnums=donated).lower(
+            params, routers, model.hidden(self.tokens), at, past, last
         )
 
 

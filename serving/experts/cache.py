@@ -18,7 +18,7 @@ import xxhash
 
 from jaxllm.errors import BudgetExceeded, BundleError
 from jaxllm.experts.prediction import Policy, Residents
-from jaxllm.serving.experts.store import ExpertStore, PlaneKey, Regions, Slot
+from jaxllm.serving.experts.store import ExpertStore, PlaneKey, Regions, Slot, memory_bytes
 from jaxllm.serving.host.direct_io import PAGE, PieceReader
 
 # Below every score of a policy.
@@ -197,7 +197,11 @@ class ExpertCache:
                 high = [(layer, expert, 0) for expert in begun]
                 if ready or begun:
                     yield Arrived(ready, begun)
-                    self._release([*(key for expert in ready for key in planes[expert]), *high])
+                    with self._lock:
+                        for key in (*(key for expert in ready for key in planes[expert]), *high):
+                            if key in self._slots:
+                                self._slots[key].pinned = False
+                        self._wake()
                 if not waiting:
                     return
                 ready, begun = self._await(waiting, together=together), []
@@ -341,13 +345,6 @@ class ExpertCache:
                 self._wanted.remove(key)
         return ready
 
-    def _release(self, keys: Sequence[PlaneKey]) -> None:
-        with self._lock:
-            for key in keys:
-                if key in self._slots:
-                    self._slots[key].pinned = False
-            self._wake()
-
     # -- threads ---------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -361,24 +358,17 @@ class ExpertCache:
             key, slot, at, size = block
             error = None
             try:
-                offset = self._store.plane(key).segment.offset
+                offset = self._store.plane(key).offset
                 self._reader.read_into(slot.memory, at, offset + at, size)
             except Exception as caught:  # Raised by the layer that waits.
                 error = caught
             self._finish_block(key, slot, size, error)
 
     def _next_block(self) -> tuple[PlaneKey, Slot, int, int] | None:
-        """The next block to read, or None; the caller has the lock."""
-        if any(key not in self._slots or not self._slots[key].ready for key in self._wanted):
-            # A layer waits: no prefetch.
-            return self._block_of(self._wanted, demanded=True)
-        return self._block_of(self._guesses, demanded=False)
-
-    def _block_of(
-        self, keys: Sequence[PlaneKey], *, demanded: bool
-    ) -> tuple[PlaneKey, Slot, int, int] | None:
-        """The first block of some planes, in their order, that no thread has started to read."""
-        for key in keys:
+        """The first block of the requested planes, in their order, that no thread has started to read; of the
+        predicted ones if no layer waits. None without one; the caller has the lock."""
+        demanded = any(key not in self._slots or not self._slots[key].ready for key in self._wanted)
+        for key in self._wanted if demanded else self._guesses:
             slot = self._slots.get(key) or self._make_slot(key, demanded=demanded)
             if slot is None:
                 # There is no room, so later ones wait, too.
@@ -401,15 +391,21 @@ class ExpertCache:
                 return
             # Not idle until its checksum is compared.
             slot.in_flight = 1
-        wrong = None if slot.error is not None else self._wrong_checksum(key, slot)
+        stored, digest = self._store.plane(key), ""
+        if slot.error is None:
+            digest = xxhash.xxh3_128_hexdigest(slot.memory[: stored.size_bytes].data)
         with self._lock:
             slot.in_flight = 0
-            if wrong is not None:
+            if digest not in ("", stored.xxh3_128):
                 slot.attempts += 1
                 if slot.attempts < _ATTEMPTS:
-                    slot.unread.extend(_blocks(self._store.plane(key).segment.size_bytes))
+                    slot.unread.extend(_blocks(stored.size_bytes))
                 else:
-                    slot.error = BundleError(wrong)
+                    slot.error = BundleError(
+                        f"{self._store.bundle.path}: {self._store.named(key)} is corrupt (checksum {digest}, "
+                        f"expected {stored.xxh3_128}), also when it is read again; copy the file again or "
+                        "make it again"
+                    )
             elif slot.error is None:
                 slot.ready = True
                 self._usage.loaded(key)
@@ -421,30 +417,18 @@ class ExpertCache:
             self._came.notify_all()
             self._wake()
 
-    def _wrong_checksum(self, key: PlaneKey, slot: Slot) -> str | None:
-        """A message if the checksum of a plane is wrong, else None."""
-        stored = self._store.plane(key).segment
-        digest = xxhash.xxh3_128_hexdigest(slot.memory[: stored.size_bytes].data)
-        if digest == stored.xxh3_128:
-            return None
-        return (
-            f"{self._store.bundle.path}: {self._store.named(key)} is corrupt "
-            f"(checksum {digest}, expected {stored.xxh3_128}), also when it is read again; copy the file "
-            "again or make it again"
-        )
-
     # -- memory ----------------------------------------------------------------------------------
 
     def _make_slot(self, key: PlaneKey, *, demanded: bool) -> Slot | None:
         """Allocates memory for a plane, evicting others; None if there is no room."""
         stored = self._store.plane(key)
-        while self.taken_bytes + stored.memory_bytes > self.budget_bytes:
+        while self.taken_bytes + memory_bytes(stored) > self.budget_bytes:
             evicted = self._victim(key, demanded=demanded)
             if evicted is None:
                 return None
             self._drop(evicted)
-        self.taken_bytes += stored.memory_bytes
-        blocks = collections.deque(_blocks(stored.segment.size_bytes))
+        self.taken_bytes += memory_bytes(stored)
+        blocks = collections.deque(_blocks(stored.size_bytes))
         slot = self._slots[key] = Slot(self.regions.memory(key), blocks, guessed=not demanded)
         self.counts.guesses += not demanded
         return slot
@@ -479,7 +463,7 @@ class ExpertCache:
 
     def _drop(self, key: PlaneKey) -> None:
         del self._slots[key]
-        self.taken_bytes -= self._store.plane(key).memory_bytes
+        self.taken_bytes -= memory_bytes(self._store.plane(key))
         self.regions.free(key)
 
 

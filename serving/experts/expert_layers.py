@@ -25,13 +25,7 @@ from jaxllm.serving.buckets.bucket_table import BucketTable
 from jaxllm.serving.buckets.layer import EmbedBucket, LayerBucket
 from jaxllm.serving.buckets.parts import HIGH, expert_norm, layer_params, router_params
 from jaxllm.serving.buckets.source import AttendEncoderBucket
-from jaxllm.serving.experts.bucket import (
-    AttendBucket,
-    AttendRestoredBucket,
-    CombineBucket,
-    ExpertBucket,
-    StoredExpertsBucket,
-)
+from jaxllm.serving.experts.bucket import AttendBucket, CombineBucket, ExpertBucket, StoredExpertsBucket
 from jaxllm.serving.experts.cache import Arrived
 from jaxllm.serving.experts.weights import ExpertWeights
 from jaxllm.serving.runners.layerwise import Chunk, LayerwiseRunner, SourceLayers
@@ -125,11 +119,14 @@ class VisitsByAddress:
             own[np.isin(chosen, first)] = BEGIN
             if not own.any():
                 continue
-            compiled = self._buckets.get(self._bucket(each.x.shape[1]))
-            begun = self._begun_of(each)
+            tokens, count = each.x.shape[1], len(actions)
+            compiled, begun = self._buckets.get(self._bucket(tokens)), np.zeros((0,), np.int32)
+            if self._nested and tokens == 1:
+                shape = begun_shape(count, cfg.expert_ffn_size, cfg.hidden_size)
+                begun = self._begun.setdefault(count, np.zeros(shape, np.int32))
             outs[number], begun = compiled(weights, visit.norm, each, actions, outs[number], begun)
             if begun.size:
-                self._begun[len(actions)] = begun
+                self._begun[count] = begun
             self.calls += 1
         visit.begun.update(arrived.begun)
         visit.begun.difference_update(arrived.ready)
@@ -139,15 +136,6 @@ class VisitsByAddress:
     def _bucket(self, tokens: int) -> StoredExpertsBucket:
         early = self._nested and tokens == 1
         return self._model.bucket(StoredExpertsBucket, tokens=tokens, early=early, **self._how)
-
-    def _begun_of(self, before: AtExperts) -> jax.Array | np.ndarray:
-        count, cfg = len(before.tiles.expert), self._model.cfg
-        if not self._nested or before.x.shape[1] > 1:
-            return np.zeros((0,), np.int32)
-        if count not in self._begun:
-            shape = begun_shape(count, cfg.expert_ffn_size, cfg.hidden_size)
-            self._begun[count] = np.zeros(shape, np.int32)
-        return self._begun[count]
 
 
 class VisitsByTile:
@@ -199,16 +187,12 @@ class ResidentSources:
         """See `SourceWeights`; the whole embedding is in memory."""
         raise NotImplementedError
 
-    def encoder_layer(
-        self, model: ModelLevel, layer: int
-    ) -> contextlib.AbstractContextManager[dict[str, Any]]:
-        """See `SourceWeights`."""
-        return self.layer(model, layer)
-
     @contextlib.contextmanager
     def layer(self, model: ModelLevel, layer: int) -> Iterator[dict[str, Any]]:
         """See `SourceWeights`."""
         yield layer_params(model.params, layer, model.alike[layer])
+
+    encoder_layer = layer
 
 
 class SparseEncoderLayers:
@@ -259,21 +243,6 @@ class SparseEncoderLayers:
 _LEARNT_TOKENS = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-    """The parameters by layer.
-
-    Attributes:
-      layers: all parameters but experts per layer, under the names of the layer whose buckets it shares.
-      routers: router and the norm before it, per sparse layer.
-      norms: norm before the experts, and their biases, per layer.
-    """
-
-    layers: list[Any]
-    routers: list[dict[str, Any]]
-    norms: list[dict[str, Any]]
-
-
 class ExpertRunner(LayerwiseRunner):
     """Runs a mixture of which only experts are loaded from storage, mostly before they are needed.
 
@@ -291,7 +260,7 @@ class ExpertRunner(LayerwiseRunner):
             sparse = SparseEncoderLayers(model, buckets, weights, self.visits)
             sources = SourceLayers(model, buckets, ResidentSources(), by_rows=False, sparse=sparse)
         super().__init__(model, buckets, weights, sources)
-        self._known: tuple[tuple[int, int], _Parts] | None = None
+        self._ready_for: tuple[int, int] | None = None
         # The experts that a context visited in the sparse layers restored so far.
         self._restoring: list[np.ndarray] = []
 
@@ -307,8 +276,8 @@ class ExpertRunner(LayerwiseRunner):
     def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
         if not self.model.cfg.is_sparse(layer):
             return super()._restore_bucket(tokens, cache, layer)
-        where = {"tokens": tokens, "cache_tokens": cache, "layer": layer}
-        return self.model.bucket(AttendRestoredBucket, **where, **self._how)
+        where = {"tokens": tokens, "cache_tokens": cache, "layer": layer, "restored": True}
+        return self.model.bucket(AttendBucket, **where, **self._how)
 
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
         """The bucket of a layer; of a sparse layer up to its experts."""
@@ -336,6 +305,7 @@ class ExpertRunner(LayerwiseRunner):
     ) -> tuple[list[jax.Array], KVCache]:
         # Waits for experts are too short for other work.
         del meanwhile
+        self._make_ready()
         self.expect(np.concatenate([tokens[: int(at.valid)] for tokens, at in chunks]))
         outputs = [self.begin_layers(tokens, at) for tokens, at in chunks]
         mass = cache.mass
@@ -343,9 +313,17 @@ class ExpertRunner(LayerwiseRunner):
         for layer in range(self.model.cfg.layers):
             past = cache.past(layer)
             if self.model.cfg.is_sparse(layer):
-                outputs, past, mass = self._sparse_layer(layer, chunks, outputs, past, mass, visited)
+                before, outs = list[AtExperts](), list[jax.Array]()
+                weights, routers = self._layers[layer], self._next_routers(len(visited))
+                for (tokens, at), x in zip(chunks, outputs, strict=True):
+                    bucket = self._bucket(len(tokens), past.capacity_tokens, layer, tree=at.tree is not None)
+                    each, out, past, mass = self.buckets.get(bucket)(weights, routers, x, at, past, mass)
+                    before.append(each)
+                    outs.append(out)
+                self._visit_experts(layer, before, [int(at.valid) for _, at in chunks], outs, visited)
+                outputs = [self._combined(each, out) for each, out in zip(before, outs, strict=True)]
             else:
-                weights = self._parts.layers[layer]
+                weights = self._layers[layer]
                 for number, (tokens, at) in enumerate(chunks):
                     tree = at.tree is not None
                     bucket = self._bucket(len(tokens), past.capacity_tokens, layer, tree=tree)
@@ -359,8 +337,9 @@ class ExpertRunner(LayerwiseRunner):
         self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
     ) -> tuple[jax.Array, Past]:
         """See `LevelRunner`."""
+        self._make_ready()
         compiled = self.buckets.get(self._restore_bucket(len(at.positions), past.capacity_tokens, layer))
-        weights = self._parts.layers[layer]
+        weights = self._layers[layer]
         if not self.model.cfg.is_sparse(layer):
             return compiled(weights, x, at, past, chunks)
         index = self.experts.store.sparse.index(layer)
@@ -371,31 +350,10 @@ class ExpertRunner(LayerwiseRunner):
         self._visit_experts(layer, [before], [int(at.valid)], outs, self._restoring)
         return self._combined(before, outs[0]), past
 
-    def _sparse_layer(
-        self,
-        layer: int,
-        chunks: Sequence[Chunk],
-        inputs: Sequence[jax.Array],
-        past: Past,
-        mass: jax.Array | None,
-        visited: list[np.ndarray],
-    ) -> tuple[list[jax.Array], Past, jax.Array | None]:
-        """Runs a sparse layer over all chunks, and appends their visited experts to `visited`."""
-        before: list[AtExperts] = []
-        outs: list[jax.Array] = []
-        weights, routers = self._parts.layers[layer], self._next_routers(len(visited))
-        for (tokens, at), x in zip(chunks, inputs, strict=True):
-            bucket = self._bucket(len(tokens), past.capacity_tokens, layer, tree=at.tree is not None)
-            each, out, past, mass = self.buckets.get(bucket)(weights, routers, x, at, past, mass)
-            before.append(each)
-            outs.append(out)
-        self._visit_experts(layer, before, [int(at.valid) for _, at in chunks], outs, visited)
-        return [self._combined(each, out) for each, out in zip(before, outs, strict=True)], past, mass
-
     def _next_routers(self, index: int) -> list[dict[str, Any]]:
         """The routers of the sparse layers after one, to predict their experts; wraps around after the last
         layer."""
-        routers = self._parts.routers
+        routers = self._routers
         return [routers[(index + 1 + step) % len(routers)] for step in range(self._how["ahead"])]
 
     def _visit_experts(
@@ -406,12 +364,9 @@ class ExpertRunner(LayerwiseRunner):
         outs: list[jax.Array],
         visited: list[np.ndarray],
     ) -> None:
-        """Runs the experts of a layer over all chunks, with `valid` tokens.
-
-        Appends the visited experts to `visited`, and changes `outs`.
-        """
+        """Runs a layer's experts over all chunks; changes `outs`, and appends to `visited`."""
         index = self.experts.store.of_encoder + len(visited)
-        visit = Visit.of(index, self._parts.norms[layer], before)
+        visit = Visit.of(index, self._norms[layer], before)
         ids = [np.asarray(each.ids)[:count] for each, count in zip(before, valid, strict=True)]
         visited.append(np.concatenate(ids))
         needs = visit.needs(self.model.cfg.experts)
@@ -428,15 +383,13 @@ class ExpertRunner(LayerwiseRunner):
     def _combined(self, before: AtExperts, out: jax.Array) -> jax.Array:
         return self.buckets.get(self._combine_bucket(before.x.shape[1]))(before, out)
 
-    @property
-    def _parts(self) -> _Parts:
-        """The parameters by layer, sorted once per version of the weights."""
+    def _make_ready(self) -> None:
+        """Sorts the parameters by layer, once per version of the weights."""
         model = self.model
-        if self._known is None or self._known[0] != model.weights_version:
-            params = model.weights
-            layers = [layer_params(model.params, layer, like) for layer, like in enumerate(model.alike)]
-            routers = [router_params(params, layer) for layer in range(model.cfg.layers)]
-            norms = [expert_norm(params, layer) for layer in range(model.cfg.layers)]
-            sparse = [routers[layer] for layer in self.experts.store.sparse]
-            self._known = model.weights_version, _Parts(layers, sparse, norms)
-        return self._known[1]
+        if self._ready_for != model.weights_version:
+            # All but experts, under the names of the layer whose buckets it shares; the router and the norm
+            # before it, per sparse layer; the norm before the experts, and their biases.
+            self._layers = [layer_params(model.params, layer, like) for layer, like in enumerate(model.alike)]
+            self._routers = [router_params(model.weights, layer) for layer in self.experts.store.sparse]
+            self._norms = [expert_norm(model.weights, layer) for layer in range(model.cfg.layers)]
+            self._ready_for = model.weights_version

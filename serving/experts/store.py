@@ -24,28 +24,16 @@ _FLOAT_BITS = {"float32": 32, "float16": 16, "bfloat16": 16}
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredPlane:
-    """The unit of loading: a plane of a nested expert, or another expert as a whole.
-
-    Attributes:
-      segment: segment of the file.
-      memory_bytes: its size in whole pages.
-    """
-
-    segment: Segment
-    memory_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class StoredExpert:
     """One expert in the file.
 
     Attributes:
-      planes: the high and the low one of a nested expert; else one.
+      planes: segments of the high and the low plane of a nested expert; else one. A plane is the unit of
+        loading.
       bits: its bitwidth, of all planes; 16 and 32 for floats.
     """
 
-    planes: tuple[StoredPlane, ...]
+    planes: tuple[Segment, ...]
     bits: int
 
     @property
@@ -61,7 +49,12 @@ class StoredExpert:
     @property
     def memory_bytes(self) -> int:
         """Its size in whole pages."""
-        return sum(plane.memory_bytes for plane in self.planes)
+        return sum(map(memory_bytes, self.planes))
+
+
+def memory_bytes(plane: Segment) -> int:
+    """The size of a plane in whole pages."""
+    return -(-plane.size_bytes // PAGE) * PAGE
 
 
 def hot_bytes(bundle: Bundle) -> int:
@@ -138,7 +131,7 @@ class ExpertStore:
         ]
         return max(sum(sizes[-count:]) for sizes in by_layer)
 
-    def plane(self, key: PlaneKey) -> StoredPlane:
+    def plane(self, key: PlaneKey) -> Segment:
         """A plane in the file."""
         return self._stored[key[:2]].planes[key[2]]
 
@@ -155,7 +148,7 @@ class ExpertStore:
     def weights(self, key: Key, *memory: np.ndarray) -> dict[str, Weight]:
         """An expert's "gate", "up" and "down" `[F, D]` from the bytes of its planes in other memory, or of
         only the high one (see `Bundle.segment_weights`)."""
-        found = self.bundle.segment_weights(self[key].planes[0].segment.name, *memory)
+        found = self.bundle.segment_weights(self[key].planes[0].name, *memory)
         return {name.rsplit(".", 1)[1]: each for name, each in found.items()}
 
     def any_expert(self, form: str) -> dict[str, Weight]:
@@ -164,7 +157,7 @@ class ExpertStore:
             key for key, each in self._stored.items() if each.form == (NESTED if form == HIGH else form)
         )
         planes = self[key].planes[: 1 if form == HIGH else None]
-        weights = self.weights(key, *(np.zeros(each.memory_bytes, np.uint8) for each in planes))
+        weights = self.weights(key, *(np.zeros(memory_bytes(each), np.uint8) for each in planes))
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
 
     def _of(self, layer: str, expert: int) -> StoredExpert:
@@ -176,9 +169,7 @@ class ExpertStore:
         odd = any(each.offset % PAGE for each in planes)
         if len(widths) > 1 or len(tensors) != len(expert_parts(self.bundle.cfg)) or odd:
             raise ConfigError(f"{self.bundle.path}: {name} is stored in an odd way")
-        return StoredExpert(
-            tuple(StoredPlane(each, -(-each.size_bytes // PAGE) * PAGE) for each in planes), widths.pop()[0]
-        )
+        return StoredExpert(tuple(planes), widths.pop()[0])
 
 
 # Whether the system can free memory and keep its address space.
@@ -208,7 +199,7 @@ class Regions:
     def memory(self, key: PlaneKey) -> np.ndarray:
         """The memory of a plane, uint8, page-aligned."""
         if key not in self._mapped:
-            mapping = mmap.mmap(-1, self._store.plane(key).memory_bytes)
+            mapping = mmap.mmap(-1, memory_bytes(self._store.plane(key)))
             self._mapped[key] = mapping, np.frombuffer(mapping, np.uint8)
         return self._mapped[key][1]
 
@@ -222,14 +213,12 @@ class Regions:
 
     def weights(self, key: Key, planes: int) -> dict[str, Weight]:
         """An expert's weights by its first `planes` planes, which are resident."""
-        planes = min(planes, len(self._store[key].planes))
-        known = self._weights.get((key, planes))
-        if known is not None:
+        needed = self._store.planes_of(key, planes)
+        if (known := self._weights.get((key, len(needed)))) is not None:
             return known
-        memory = (self.memory((*key, plane)) for plane in range(planes))
-        found = self._store.weights(key, *memory)
+        found = self._store.weights(key, *map(self.memory, needed))
         if self._store.bundle.read_in_place:
-            self._weights[key, planes] = found
+            self._weights[key, len(needed)] = found
         return found
 
     def _row(self, layer: int) -> list[np.ndarray | None]:
@@ -237,8 +226,7 @@ class Regions:
         row: list[np.ndarray | None] = []
         for expert in range(self._store.experts):
             key = layer, expert
-            memory = (self.memory(plane) for plane in self._store.planes_of(key, 2))
-            weights = self._store.weights(key, *memory)
+            weights = self._store.weights(key, *map(self.memory, self._store.planes_of(key, 2)))
             for part in EXPERT_PARTS:
                 weight = weights[part]
                 assert isinstance(weight, BlockedArray)

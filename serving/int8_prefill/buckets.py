@@ -31,16 +31,11 @@ from jaxllm.serving.buckets.parts import layer_params, layer_shapes
 from jaxllm.serving.host.machine import Device
 from jaxllm.steps.integer import prefill_integer_chunk
 
-# Indices in `PRODUCTS` of the products whose shadow a stage computes: always, or if its layer has a shadow.
+# Indices in `PRODUCTS` of the products whose shadow a stage computes; with the cache, in shadowed layers.
 _SHADOWS: Mapping[Stage, tuple[int, ...]] = {
-    "project_shadow": (PROJECT,),
-    "widen_shadow": (WIDEN,),
-    "narrow_shadow": (NARROW,),
-}
-_SHADOWS_OF_SHADOWED: Mapping[Stage, tuple[int, ...]] = {
-    "attend": (OUT,),
-    "layer": tuple(range(len(PRODUCTS))),
-}
+    "project_shadow": (PROJECT,), "widen_shadow": (WIDEN,), "narrow_shadow": (NARROW,),
+    "attend": (OUT,), "layer": tuple(range(len(PRODUCTS))),
+}  # fmt: skip
 # Stages with the cache as an input.
 WITH_CACHE: tuple[Stage, ...] = ("attend", "layer")
 
@@ -76,7 +71,8 @@ class IntegerStageBucket(Bucket):
         known_by = model.params if takes_addresses(self.stage, model.cfg) else model.weights
         weights = _of_stage(layer_shapes(known_by, self.layer), self.layer, self.stage)
         if not self.blocks:
-            weights = shapes_of(without_blocks(jax.tree.map(_zeros, weights)))
+            zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), weights)
+            weights = shapes_of(without_blocks(zeros))
         # A bucket of all levels has the units of the whole model.
         counted = isinstance(model.params.get(STACK), LayerStack)
         own = model.cfg.whole if counted else model.cfg
@@ -113,7 +109,7 @@ def takes_addresses(stage: Stage, cfg: ModelConfig) -> bool:
 
 def shadow_products(stage: Stage, *, shadowed: bool) -> tuple[int, ...]:
     """Indices in `PRODUCTS` of the products whose shadow a stage computes, in a layer with or without one."""
-    return _SHADOWS.get(stage, ()) or (_SHADOWS_OF_SHADOWED.get(stage, ()) if shadowed else ())
+    return _SHADOWS.get(stage, ()) if shadowed or stage not in WITH_CACHE else ()
 
 
 def known_to(calibration: LayerCalibration, stage: Stage, *, shadowed: bool) -> LayerCalibration:
@@ -201,10 +197,6 @@ def calibration_shapes(cfg: ModelConfig, layer: int, float_rows: int) -> LayerCa
     return LayerCalibration(steps, tuple(rows))  # pyright: ignore[reportArgumentType]: of the host
 
 
-def _zeros(leaf: Any) -> np.ndarray:
-    return np.zeros(leaf.shape, leaf.dtype)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IntegerChunkBucket(Bucket):
     """Prefills one chunk of a prompt in integers (see `steps.integer.prefill_integer_chunk`).
@@ -224,14 +216,11 @@ class IntegerChunkBucket(Bucket):
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
         """(params, row, valid, last, cache) -> logits, counts of outliers, cache."""
         row, flag = ids(1, self.tokens), jax.ShapeDtypeStruct((), jnp.bool_)
-        beside = [
-            shapes_of(calibration_arrays(self._calibration(model, layer)))
-            for layer in range(model.cfg.layers)
-        ]
+        beside = []
+        for layer in range(model.cfg.layers):
+            known = calibration_shapes(model.cfg.whole, layer, self.float_rows)
+            known = known if self.shadowed[layer] else LayerCalibration(known.steps)
+            beside.append(shapes_of(calibration_arrays(known)))
         params: Any = by_address(model.weights, model.cfg.whole, beside)
         step = model.jitted(prefill_integer_chunk, 4)
         return step.lower(params, row, SCALAR, flag, model.cache(self.cache_tokens))
-
-    def _calibration(self, model: ModelShapes, layer: int) -> LayerCalibration:
-        every = calibration_shapes(model.cfg.whole, layer, self.float_rows)
-        return every if self.shadowed[layer] else LayerCalibration(every.steps)

@@ -2,13 +2,13 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import has_channel_scales, prefill_facts, read_prefill
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import PrefillCalibration
-from jaxllm.int8_prefill.subgraphs import require_integer_prefill
+from jaxllm.models.features import require_room
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.runners.runner import PrefillMode
@@ -114,7 +114,14 @@ def chosen_prefill(
     asked = options.prefill
     problem = _problem(bundle, streamed=streamed)
     calibration = None if problem else read_prefill(bundle)
-    lossy = {} if calibration is None else _lossy(calibration, levels, asked.most_loss)
+    # Levels with more loss than allowed; infinity if it was not measured.
+    lossy: dict[int, float] = {}
+    if calibration is not None:
+        losses = {level: calibration.loss(level) for level in levels}
+        unknown = set(levels) - set(calibration.levels)
+        lossy = {
+            each: loss for each, loss in losses.items() if each in unknown or not loss <= asked.most_loss
+        }
     if len(lossy) == len(levels):
         worst = max(lossy, key=lambda level: lossy[level])
         problem = (
@@ -141,7 +148,7 @@ def chosen_prefill(
 def _problem(bundle: Bundle, *, streamed: bool) -> str:
     """Why a bundle does not support integer prefill, and the remedy; empty if it does."""
     try:
-        require_integer_prefill(bundle.cfg)
+        require_room(bundle.cfg, "integer prefill")
     except ConfigError as error:
         return str(error)
     if streamed:
@@ -162,10 +169,3 @@ def _problem(bundle: Bundle, *, streamed: bool) -> str:
             f"calibrate prefill {bundle.path} -o OUT --text FILE`"
         )
     return ""
-
-
-def _lossy(calibration: PrefillCalibration, levels: Sequence[int], most_loss: float) -> Mapping[int, float]:
-    """Level -> loss, for levels with more loss than allowed; infinity if it was not measured."""
-    losses = {level: calibration.loss(level) for level in levels}
-    unknown = set(levels) - set(calibration.levels)
-    return {level: loss for level, loss in losses.items() if level in unknown or not loss <= most_loss}

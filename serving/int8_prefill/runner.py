@@ -57,13 +57,13 @@ from jaxllm.serving.int8_prefill.buckets import (
     without_blocks,
 )
 from jaxllm.serving.int8_prefill.modes import PrefillMode, PrefillModes
-from jaxllm.serving.int8_prefill.processors import TwoProcessors
-from jaxllm.serving.int8_prefill.subgraph_times import (
+from jaxllm.serving.int8_prefill.processor_pair import (
     ChunkPlanner,
     SubgraphTimes,
     chunk_plans,
     measured_times,
 )
+from jaxllm.serving.int8_prefill.processors import TwoProcessors
 from jaxllm.serving.runners.runner import PrefillChunk, chunks_of, padded, placed_chunks, plan_chunks
 from jaxllm.serving.weights.model_level import ModelLevel
 
@@ -386,7 +386,16 @@ class Int8Prefill:
     ) -> tuple[jax.Array | None, KVCache]:
         """See `Runner`."""
         if self.in_one_step:
-            return self._prefill_in_one_step(cache, tokens, at, chunk)
+            self._make_ready()
+            compiled = self._buckets.get(self._chunk_bucket(chunk.tokens, cache.capacity_tokens))
+            row, valid = padded(tokens, chunk.tokens)
+            cache, last = dataclasses.replace(cache, length=np.int32(at)), np.bool_(chunk.last)
+            logits, counts, cache = compiled(self._addressed, row, np.int32(valid), last, cache)
+            every, shadowed = tuple(range(len(PRODUCTS))), np.flatnonzero(self.calibration.shadowed)
+            self._outliers += [(layer, every, counts) for layer in shadowed.tolist()]
+            if chunk.last:
+                self._count_outliers()
+            return logits if chunk.last else None, cache
         lengths = [chunk.tokens] if self.shared.processors is None else None
         prompt = self.begin(cache, tokens, at, lengths)
         subgraphs = self.subgraphs(len(prompt.chunks))
@@ -400,25 +409,14 @@ class Int8Prefill:
             self._outliers.append((each.layer, shadow_products(each.stage, shadowed=True), counts))
         logits = None
         if chunk.last:
-            logits = self._logits(prompt)
+            x, positions = prompt.x[-1], prompt.chunks[-1]
+            if self.shared.processors is not None:
+                x = jax.device_put(x, jax.devices()[0])
+            norm, head = (self._buckets.get(bucket) for bucket in self._last_buckets(x.shape[1]))
+            logits = head(self._head, norm(self._norm, x, np.array([int(positions.valid) - 1], np.int32)))
             self._count_outliers()
         length = np.int32(at + len(tokens))
         return logits, dataclasses.replace(prompt.cache, length=length)  # pyright: ignore
-
-    def _prefill_in_one_step(
-        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk
-    ) -> tuple[jax.Array | None, KVCache]:
-        self._make_ready()
-        compiled = self._buckets.get(self._chunk_bucket(chunk.tokens, cache.capacity_tokens))
-        row, valid = padded(tokens, chunk.tokens)
-        cache = dataclasses.replace(cache, length=np.int32(at))
-        logits, counts, cache = compiled(self._addressed, row, np.int32(valid), np.bool_(chunk.last), cache)
-        every, shadowed = tuple(range(len(PRODUCTS))), np.flatnonzero(self.calibration.shadowed)
-        self._outliers += [(layer, every, counts) for layer in shadowed.tolist()]
-        if not chunk.last:
-            return None, cache
-        self._count_outliers()
-        return logits, cache
 
     def subgraphs(self, chunks: int) -> tuple[Subgraph, ...]:
         """The subgraphs of a prompt of so many chunks."""
@@ -444,14 +442,6 @@ class Int8Prefill:
             for embed, (row, positions) in zip(embeds, chunks, strict=True)
         ]
         return PromptPass(self.call, [positions for _, positions in chunks], inputs, cache)
-
-    def _logits(self, prompt: PromptPass) -> jax.Array:
-        """Logits after the last token of a prompt that has run through all layers."""
-        x, positions = prompt.x[-1], prompt.chunks[-1]
-        if self.shared.processors is not None:
-            x = jax.device_put(x, jax.devices()[0])
-        norm, head = (self._buckets.get(bucket) for bucket in self._last_buckets(x.shape[1]))
-        return head(self._head, norm(self._norm, x, np.array([int(positions.valid) - 1], np.int32)))
 
     def call(self, each: Subgraph, tokens: int, capacity: int, *operands: Any) -> Any:
         """Runs a subgraph of a chunk of `tokens` tokens on its processor."""
@@ -483,8 +473,7 @@ class Int8Prefill:
         if self._ready_for == model.weights_version:
             return
         self._embedding, self._norm = embedding_params(model.params), norm_params(model.params)
-        name = head_name(model.cfg)
-        self._head = {name: model.params[name]}
+        self._head = {head_name(model.cfg): model.params[head_name(model.cfg)]}
         self._known = self.calibration.layers(model.level, model.bucket_cfg)
         if self.in_one_step:
             beside = [calibration_arrays(each) for each in self._known]

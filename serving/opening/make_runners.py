@@ -143,9 +143,9 @@ def _share_int8(bundle: Bundle, whole: ModelLevel, modes: "PrefillModes") -> "In
     """The shared parts of integer prefill; the bundle's memory of the calibration is released."""
     from jaxllm.bundle.calibrations import release_prefill
     from jaxllm.serving.int8_prefill.buckets import IntegerStageBucket
+    from jaxllm.serving.int8_prefill.processor_pair import SubgraphTimes
     from jaxllm.serving.int8_prefill.processors import TwoProcessors
     from jaxllm.serving.int8_prefill.runner import Int8Shared, placed_stages, times_path
-    from jaxllm.serving.int8_prefill.subgraph_times import SubgraphTimes
 
     prefill, shared = whole.options.prefill, Int8Shared(modes)
     if prefill.processors > 1:

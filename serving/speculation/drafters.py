@@ -29,15 +29,13 @@ from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.resident import ResidentRunner
 from jaxllm.serving.runners.runner import prefill_prompt
-from jaxllm.serving.speculation.drafter import Drafter, Target, require_same_kind
+from jaxllm.serving.speculation.drafter import Drafter, NgramDrafter, Target, require_same_kind
 from jaxllm.serving.speculation.grower import Confidence, Grower, Nodes
-from jaxllm.serving.speculation.host_tree import on_host, root_alone
-from jaxllm.serving.speculation.lookup import NgramDrafter
 from jaxllm.serving.weights.memory_plan import cache_bytes, draft_options
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.resident_parts import require_nested
 from jaxllm.serving.weights.streamed import StreamedWeights
-from jaxllm.speculation.token_tree import Growing, TokenTree
+from jaxllm.speculation.token_tree import Growing, TokenTree, on_host, root_alone
 
 # While the target waits for weights, drafting never ends for lack of confidence: the device would be idle.
 _ANY_CONFIDENCE = 1e-30
@@ -114,7 +112,7 @@ class ModelDrafter(Drafter):
             if capacity > self._shape.room:
                 self._forget()
                 self._cache = self._runner.start(capacity)
-                self._grown([0], 0, Growing(_ANY_CONFIDENCE, 2))
+                self.grow([0], 0, Growing(_ANY_CONFIDENCE, 2), None)
                 self.step()
                 self._prune()
                 self.follow([0], 0)
@@ -130,26 +128,21 @@ class ModelDrafter(Drafter):
 
     def grow(self, sequence: Sequence[int], root: int, growing: Growing, cache: Any) -> tuple[TokenTree, Any]:
         """See `Drafter`; it has a cache of its own."""
-        return self._grown(sequence, root, growing, cache), cache
-
-    def _grown(
-        self, sequence: Sequence[int], root: int, growing: Growing, target: KVCache | None = None
-    ) -> TokenTree:
         runner = self._runner
         full = len(sequence) + 1 + self._shape.room > runner.options.context_tokens
         # Also if the source is longer than the drafter's encoder supports.
         if full or (self._encodes and len(self._source) > runner.options.source_tokens(runner.cfg)):
             self._tree = None
-            return root_alone(root, self._shape.room)
+            return root_alone(root, self._shape.room), cache
         self._rests = False
         self._confidence.use(growing.temperature)
-        self._catch_up(sequence, target)
+        self._catch_up(sequence, cache)
         if self._tree is None or int(np.asarray(self._tree.tokens)[0]) != root:
             self._tree = root_alone(root, self._shape.room)
             self._fed = np.zeros(self._shape.room, bool)
         self._whole, self._stop_ids = None, growing.stop_ids
         self._run(growing, self._shape.room)
-        return on_host(self._tree)
+        return on_host(self._tree), cache
 
     def step(self) -> bool:
         """See `Drafter`."""
@@ -304,11 +297,11 @@ def level_drafter(
       ConfigError: the target does not serve the level, or its weights are streamed in a format of which no
         level can be resident.
     """
-    if target.streamed is None:
+    streamed = target.streamed
+    if streamed is None:
         return ModelDrafter(target.resident_runner(options.level), options)
-    runner, streamed = target.runner(options.level), target.streamed
-    whole = target.runner(WHOLE).model
-    if not isinstance(streamed, StreamedWeights) or runner.model.bucket_level != whole.bucket_level:
+    part, whole = target.runner(options.level).model, target.runner(WHOLE).model
+    if not isinstance(streamed, StreamedWeights) or part.bucket_level != whole.bucket_level:
         raise ConfigError(
             f"level {options.level} cannot draft while weights are read: that requires int8 or int4 weights "
             "and native kernels; draft with a model of its own, or with ngram"

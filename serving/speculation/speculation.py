@@ -16,14 +16,16 @@ from jaxllm.serving.engine.decoding import Decoding, Drafts
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner, Verdict
 from jaxllm.serving.speculation.costs import Payoff, SizeCost, running_mean
-from jaxllm.serving.speculation.drafter import Drafter
-from jaxllm.serving.speculation.host_tree import by_confidence, matching_tokens, open_confidence, some_nodes
-from jaxllm.serving.speculation.lookup import LookupDrafter
+from jaxllm.serving.speculation.drafter import Drafter, LookupDrafter
 from jaxllm.speculation.token_tree import (
     Fallback,
     Growing,
     PassTimes,
     TokenTree,
+    by_confidence,
+    matching_tokens,
+    open_confidence,
+    some_nodes,
     verified_nodes,
     worthwhile,
 )
@@ -148,7 +150,11 @@ class Speculation(Drafts):
         # A tree that grew meanwhile may be deeper than the rest of the answer.
         order = order[np.asarray(tree.depths)[order] < row.limit]
         count = min(count, len(order))
-        nodes = self._size(np.asarray(tree.confidences)[order[:count]])
+        # The size of the tree to verify, among those with buckets.
+        nodes = min(each for each in self.options.trees.nodes if each >= count)
+        if self.options.trees.trimmed:
+            confidences = np.asarray(tree.confidences)[order[:count]]
+            nodes = verified_nodes(confidences, self._times(), self.payoff.rate)
         chosen = np.sort(order[: min(count, nodes)])
         part = some_nodes(tree, chosen, nodes)
         verdict, cache, sampler = self.runner.verify(part, row.cache, row.sampler, row.limit, self._meanwhile)
@@ -157,7 +163,12 @@ class Speculation(Drafts):
             # The answer ends here with an error: nothing is learned from it.
             return DecodedRow(verdict.tokens.tolist(), cache, sampler)
         self.drafter.follow(chosen[verdict.path].tolist(), int(verdict.tokens[-1]))
-        self._learn_yields(tree)
+        if (drafted := int(tree.count)) > 1:
+            # How much of a branch's confidence its new nodes have, of the tree as it was drafted.
+            confidences = np.asarray(tree.confidences)[:drafted]
+            grown_from = float(confidences[np.unique(np.asarray(tree.parents)[1:drafted])].sum())
+            yields = float(confidences[1:].sum()) / max(grown_from, 1e-9)
+            self._yields = max(0.1, running_mean(self._yields, yields))
         self._learn(part, verdict, row.limit, draft_s, verify_s)
         return DecodedRow(verdict.tokens.tolist(), cache, sampler, len(verdict.tokens) - 1)
 
@@ -178,12 +189,6 @@ class Speculation(Drafts):
         verify_s = {nodes: self._verify_cost.seconds(nodes) for nodes in self.options.trees.nodes}
         free_s = self.runner.idle_read_s if self.options.pipelined else 0.0
         return PassTimes(run_s=times.run_s, branch_s=times.branch_s, verify_s=verify_s, free_s=free_s)
-
-    def _size(self, confidences: np.ndarray) -> int:
-        """The size of the tree to verify, among those with buckets."""
-        if not self.options.trees.trimmed:
-            return min(nodes for nodes in self.options.trees.nodes if nodes >= len(confidences))
-        return verified_nodes(confidences, self._times(), self.payoff.rate)
 
     def _plain(self, row: BatchRow, cached: Sequence[int], limit: int = 1) -> DecodedRow:
         began = time.perf_counter()
@@ -222,15 +227,6 @@ class Speculation(Drafts):
                 self._fallback = self._fallback.after(
                     drafted=drafted, correct=tokens - 1, confidence=open_confidence(tree)
                 )
-
-    def _learn_yields(self, tree: TokenTree) -> None:
-        """Learns how much of a branch's confidence its new nodes have, from a tree as it was drafted."""
-        count = int(tree.count)
-        confidences, parents = np.asarray(tree.confidences)[:count], np.asarray(tree.parents)[1:count]
-        if count > 1:
-            grown_from = float(confidences[np.unique(parents)].sum())
-            yields = float(confidences[1:].sum()) / max(grown_from, 1e-9)
-            self._yields = max(0.1, running_mean(self._yields, yields))
 
 
 class SourcedSpeculation(Decoding):

@@ -5,7 +5,6 @@ import itertools
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.int8_prefill.subgraphs import require_integer_prefill
 from jaxllm.models.architectures import ARCHITECTURES
 from jaxllm.models.features import ROOMS, require_room, room_refusal
 from tests.docs.families import PAGE, block_of, default_config, families_table
@@ -29,7 +28,7 @@ def test_rooms_refuse_by_name():
 
 def test_integer_prefill_asks():
     with pytest.raises(ConfigError, match="side by side"):
-        require_integer_prefill(default_config("phi"))
+        require_room(default_config("phi"), "integer prefill")
     with pytest.raises(ConfigError, match="without a norm"):
-        require_integer_prefill(default_config("olmo2"))
-    require_integer_prefill(default_config("smollm3"))
+        require_room(default_config("olmo2"), "integer prefill")
+    require_room(default_config("smollm3"), "integer prefill")

@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 
-from jaxllm.experts.mixture import mixture, no_visits, tiles_and_weights, tiles_of
+from jaxllm.experts.mixture import (
+    by_groups,
+    differentiable_visits,
+    in_tiles,
+    mixture,
+    tiles_and_weights,
+    tiles_of,
+)
 from jaxllm.experts.routing import Routing, high_alone, route
 from jaxllm.kernels import native
 from jaxllm.nn.layers import Norm, activate, normalize
@@ -36,12 +43,6 @@ def experts_of(neurons=F):
         down=draw(E, neurons, D, seed=2) / np.float32(6),
         gate=draw(E, neurons, D, seed=3) / np.float32(8),
     )
-
-
-def in_blocks(dense, bits):
-    sides = zip((dense.up, dense.down, dense.gate), (-1, -2, -1), strict=True)
-    stored = [to_blocks(quantize(each, bits=bits, axis=axis)) for each, axis in sides]
-    return FeedForward(*jax.tree.map(jnp.asarray, stored))
 
 
 EXPERTS = experts_of()
@@ -104,6 +105,9 @@ def test_every_token_is_seen_by_its_experts(row, tokens, column, choices):
         routing = dataclasses.replace(routing, ids=jnp.full_like(routing.ids, 2))
         got = mix(x, routing, differentiable=differentiable)
         np.testing.assert_allclose(got, naive(x, routing), atol=2e-5)
+    if tokens == 5:
+        narrow = mix(jnp.asarray(x, jnp.bfloat16), routing, differentiable=differentiable)
+        chex.assert_type(narrow, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("differentiable", [True, False])
@@ -149,46 +153,54 @@ def test_gradients_are_those_of_the_definition():
     chex.assert_trees_all_close(*gradients, atol=2e-4, rtol=1e-7, strict=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("form", "bits", "neurons", "kernels"),
-    # Only blocks have panels, and are read by native kernels.
-    [
-        ("bf16", 16, F, "xla"),
-        *(("columns", bits, F, "xla") for bits in (8, 4)),
-        *(("blocks", bits, neurons, "xla") for bits in (8, 4) for neurons in (F, 24)),
-        *(
-            pytest.param("blocks", bits, neurons, "native", marks=needs_native)
-            for bits in (8, 4) for neurons in (F, 24)
-        ),
-    ],
-)  # fmt: skip
-def test_stored_experts_compute_what_they_stand_for(form, bits, neurons, kernels, monkeypatch):
-    """Up to the rounding of activations by native kernels (`tests/kernels` has its bounds)."""
-    if kernels == "xla":
-        fall_back(monkeypatch)
-    dense = experts_of(neurons)
+def held(dense, form, widths):
+    """Experts in a form, apart with widths of their own (32: floats); and what they stand for."""
 
-    def stored(weight, axis):
+    def stored(stack, axis):
         if form == "bf16":
-            return Bfloat16Bits(jnp.asarray(np.asarray(weight, jnp.bfloat16).view(np.uint16)))
-        columns = quantize(weight, bits=bits, axis=axis)
-        return jax.tree.map(jnp.asarray, columns if form == "columns" else to_blocks(columns))
+            return Bfloat16Bits(jnp.asarray(np.asarray(stack, jnp.bfloat16).view(np.uint16)))
+        if form in ("columns", "blocks"):
+            columns = quantize(stack, bits=widths[0], axis=axis)
+            return jax.tree.map(jnp.asarray, columns if form == "columns" else to_blocks(columns))
+        each = [
+            jnp.asarray(one) if width == 32 else to_blocks(quantize(one, bits=width, axis=axis))
+            for one, width in zip(stack, widths, strict=True)
+        ]
+        each = [jax.tree.map(jnp.asarray, one) for one in each]
+        return Apart(tuple(each)) if form == "apart" else by_form(each)
 
-    assert dense.gate is not None
     block = FeedForward(stored(dense.up, -1), stored(dense.down, -2), stored(dense.gate, -1))
-    meant = FeedForward(*map(floats, (block.up, block.down, block.gate)))
+    return block, FeedForward(*map(floats, (block.up, block.down, block.gate)))
+
+
+# Only blocks have panels, and are read by native kernels.
+STORED = {
+    "bf16-xla": ([16], F), "columns-8-xla": ([8], F), "columns-4-xla": ([4], F), "blocks-8-xla": ([8], 24),
+    "blocks-4-xla": ([4], F), "blocks-8-native": ([8], 24), "blocks-4-native": ([4], 24),
+    "apart-levels-native": ([8, 4, 2, 8], F), "apart-floats-native": ([32, 8, 32, 4], F),
+    "by_form-levels-xla": ([8, 4, 2, 8], F), "by_form-floats-xla": ([32, 8, 32, 4], F),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", STORED)
+def test_stored_experts_compute_what_they_stand_for(kind, monkeypatch):
+    """Up to the rounding of activations by native kernels (`tests/kernels` has its bounds)."""
+    if kind.endswith("xla"):
+        fall_back(monkeypatch)
+    elif not native.kernels().native:
+        pytest.skip("without native kernels")
+    widths, neurons = STORED[kind]
+    block, meant = held(experts_of(neurons), kind.partition("-")[0], widths)
     for tokens in (1, 20):
         x = draw(B, tokens, D)
-        routing = routed(x)
-        got, expected = mix(x, routing, block), naive(x, routing, meant)
-        bound = 2e-5 if kernels == "xla" else 0.03 * np.abs(expected).max()
-        np.testing.assert_allclose(got, expected, rtol=0 if kernels == "native" else 1e-7, atol=bound)
+        routing, live = routed(x), np.arange(tokens) < max(1, tokens - 3)
+        got, expected = mix(x, routing, block, live=live), naive(x, routing, meant) * live[:, None]
+        bound = 2e-5 if kind.endswith("xla") else 0.03 * np.abs(expected).max()
+        np.testing.assert_allclose(got, expected, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("neurons", [F, 24], ids=["whole-panels", "shared-panels"])
-@pytest.mark.parametrize("group", [0, 32])
-@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(("axis", "group", "neurons"), [(-1, 0, 24), (-2, 32, 24), (-2, 0, F), (-1, 32, F)])
 def test_a_unit_of_blocks_is_the_matrix_it_stands_for(axis, group, neurons):
     stack = to_blocks(quantize(draw(E, neurons, D), bits=8, axis=axis, group=group))
     whole = np.asarray(floats(stack))
@@ -235,71 +247,11 @@ def test_tiles_hold_every_pair_once(tokens, rows):
         np.testing.assert_array_equal(np.asarray(tiles.expert)[tile], ids.reshape(-1))
 
 
-@pytest.mark.parametrize("valid", [0, 1, 3])
-@pytest.mark.parametrize("rows", [1, 2, 8])
-def test_padding_is_in_no_tile(rows, valid):
-    """Where tokens choose fewer experts than there are, too: with 64 experts seven tokens of 8 choices."""
-    ids = np.stack([np.random.default_rng(0).permutation(63)[:8] for _ in range(7)]).astype(np.int32)
-    ids[valid:] = 64
-    tiles = cut_in_tiles(ids, 64, rows=rows)
-    visited = np.asarray(tiles.expert)[: int(tiles.count)]
-    assert set(visited.tolist()) == set(ids[:valid].reshape(-1).tolist())
-    assert int(np.asarray(tiles.size).sum()) == 8 * valid
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("experts", "choices", "tokens"), [(8, 2, 64), (128, 8, 64), (64, 8, 64), (8, 1, 3)])
-def test_visits_take_a_row_for_each_pair(experts, choices, tokens):
-    """Whatever tiles leave free."""
-    pairs = (1, tokens, choices)
-    routing = Routing(
-        np.zeros((1, tokens, experts), np.float32), np.zeros(pairs, np.int32), np.zeros(pairs, np.float32)
-    )
-
-    def run(routing, live, x):
-        tiles, _ = tiles_and_weights(routing, experts, live=live)
-        return no_visits(x, tiles), tiles
-
-    # Shapes are all that this asks about.
-    visits, tiles = jax.eval_shape(run, routing, np.ones(tokens, bool), np.zeros((tokens, D), np.float32))
-    assert visits.shape[0] < tokens * choices + tiles.token.shape[1]
-
-
 def test_the_worst_routing_fits():
     """As many tiles as there may be: every expert has one pair more than whole tiles."""
     ids = np.asarray([[e] for e in range(4) for _ in range(5)], np.int32)
     tiles = cut_in_tiles(ids, 4, rows=4)
     assert int(tiles.count) == len(tiles.expert) == 8
-
-
-def test_routing_keeps_its_types_in_narrow_graphs():
-    x = draw(B, 3, D).astype(jnp.bfloat16)
-    routing = Routing(
-        logits=np.zeros((B, 3, E), np.float32),
-        ids=np.zeros((B, 3, 1), np.int32),
-        weights=np.ones((B, 3, 1), np.float32),
-    )
-    for differentiable in (True, False):
-        out = mix(x, routing, differentiable=differentiable)
-        chex.assert_shape(out, (B, 3, D))
-        chex.assert_type(out, jnp.bfloat16)
-
-
-# Rows of a tree, and experts apart
-
-
-def apart(dense, widths, hold=Apart):
-    """Experts of widths of their own (32: floats), and what they stand for."""
-
-    def stored(stack, axis):
-        levels = [
-            each if width == 32 else to_blocks(quantize(each, bits=width, axis=axis))
-            for each, width in zip(stack, widths, strict=True)
-        ]
-        return hold([jax.tree.map(jnp.asarray, each) for each in levels])
-
-    block = FeedForward(stored(dense.up, -1), stored(dense.down, -2), stored(dense.gate, -1))
-    return block, FeedForward(*map(floats, (block.up, block.down, block.gate)))
 
 
 @pytest.mark.slow
@@ -308,11 +260,7 @@ def apart(dense, widths, hold=Apart):
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_a_row_of_a_tree_is_to_the_bit_what_it_is_alone(bits, lie):
     """Where it is with others, and whatever else is compiled around it."""
-    dense = experts_of()
-    if lie == "apart":
-        block, _ = apart(dense, [bits] * E, hold=lambda each: Apart(tuple(each)))
-    else:
-        block = in_blocks(dense, bits)
+    block, _ = held(EXPERTS, "apart" if lie == "apart" else "blocks", [bits] * E)
 
     @jax.jit
     def layer(x):
@@ -323,23 +271,6 @@ def test_a_row_of_a_tree_is_to_the_bit_what_it_is_alone(bits, lie):
     alone = np.concatenate([layer(x[:, t : t + 1]) for t in range(33)], axis=1)
     for tokens in (2, 16, 33):
         np.testing.assert_array_equal(layer(x[:, :tokens]), alone[:, :tokens])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("native", [pytest.param(True, marks=needs_native), False])
-@pytest.mark.parametrize("widths", [[8, 4, 2, 8], [32, 8, 32, 4]], ids=["levels", "with-floats"])
-def test_experts_apart_compute_what_they_stand_for(widths, native, monkeypatch):
-    if not native:
-        fall_back(monkeypatch)
-    block, meant = apart(
-        experts_of(), widths, hold=lambda each: Apart(tuple(each)) if native else by_form(each)
-    )
-    for tokens in (1, 20):
-        x = draw(B, tokens, D)
-        routing, live = routed(x), np.arange(tokens) < max(1, tokens - 3)
-        got, expected = mix(x, routing, block, live=live), naive(x, routing, meant) * live[:, None]
-        # Native kernels round activations, too.
-        np.testing.assert_allclose(got, expected, atol=0.03 * np.abs(expected).max() if native else 2e-5)
 
 
 @pytest.mark.parametrize("hold", [lambda each: Apart(tuple(each)), by_form], ids=["apart", "by-form"])
@@ -425,3 +356,54 @@ def test_high_planes_alone_have_tiles_of_their_own(loss):
     ]
     assert len(found) == len(wanted)
     assert set(found) == wanted
+
+
+# Visits for training: by groups of pairs as by tiles, gradients too, and only by groups off CPUs.
+
+M, K = 37, 2
+X, TARGET = draw(M, D), draw(M, K, D, seed=1)
+PARTS = EXPERTS.up, EXPERTS.down, EXPERTS.gate
+
+
+def loss(visits_of, x, parts, ids):
+    """A number that depends on the visits of all pairs that have an expert."""
+    up, down, gate = parts
+    tiles = tiles_of(ids, E, rows=4)
+    visits = visits_of(x, tiles, FeedForward(up=up, down=down, gate=gate))
+    counted = (ids < E)[..., None].astype(x.dtype)
+    return jnp.sum(visits[tiles.place] * TARGET.astype(x.dtype) * counted)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def gradients(visits_of, x, parts, ids):
+    return jax.value_and_grad(functools.partial(loss, visits_of), argnums=(0, 1))(x, parts, ids)
+
+
+def ids(kind):
+    chosen = np.random.default_rng(5).integers(0, E, (M, K)).astype(np.int32)
+    if kind == "one expert":
+        chosen[:] = 3
+    if kind == "padding":
+        chosen[30:] = E
+    return chosen
+
+
+@pytest.mark.parametrize("kind", ["all", "one expert", "padding"])
+def test_groups_are_tiles_to_rounding(kind):
+    tiled, grouped = (gradients(each, X, PARTS, ids(kind)) for each in (in_tiles, by_groups))
+    assert all(np.abs(each).max() > 0.1 for each in jax.tree.leaves(tiled))
+    chex.assert_trees_all_close(grouped, tiled, atol=2e-5, rtol=2e-5)
+
+
+def test_groups_keep_narrow_types():
+    half = jax.tree.map(lambda each: jnp.asarray(each, jnp.bfloat16), (X, PARTS))
+    _, found = gradients(by_groups, *half, ids("all"))
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(found)} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu", "cpu"])
+def test_accelerators_multiply_by_groups(platform):
+    step = jax.jit(jax.grad(functools.partial(loss, differentiable_visits), argnums=(0, 1)))
+    text = step.trace(X, PARTS, ids("all")).lower(lowering_platforms=(platform,)).as_text()
+    # Of three products two forward, as no gradient needs the last, and two for the gradients of each.
+    assert text.count('"chlo.ragged_dot"(') == (0 if platform == "cpu" else 8)

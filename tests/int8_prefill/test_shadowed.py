@@ -1,17 +1,33 @@
-"""Products with their shadow inside are the clipped part and the excess, on every processor's kernels and
-without any."""
+"""Products with their shadow inside are the clipped part and the excess, with every kernel and without; and
+layers in subgraphs are layers, of every kind of decoder, with and without a shadow, whatever the chunks."""
 
+import dataclasses
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.bundle.layout import contracted_axis
+from jaxllm.config import RopeConfig
 from jaxllm.int8_prefill import shadow
-from jaxllm.int8_prefill.shadow import FloatRows
+from jaxllm.int8_prefill.calibration import channel_tops, largest_of, whole_steps
+from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule
+from jaxllm.int8_prefill.shadow import FloatRows, product_sizes
+from jaxllm.int8_prefill.subgraphs import IntegerLayer, LayerCalibration
 from jaxllm.kernels.native_call import UsedUnits
-from jaxllm.nn.layers import Norm
+from jaxllm.kv.cache import TokenPositions, new_cache
+from jaxllm.models.decoder import embed_tokens
+from jaxllm.models.layer_stack import LayerParams
+from jaxllm.models.parameters import param_specs
+from jaxllm.nn.layers import Norm, normalize
 from jaxllm.nn.linear import FeedForward
-from jaxllm.quant import Adapted
-from tests.kernels.drawing import answers, floats, weight_of
+from jaxllm.quant import Adapted, quantize, to_blocks
+from tests.kernels.drawing import answers, floats, jit, weight_of
 from tests.kernels.test_steps import plain, stepped
+from tests.tiny import TINY, random_params
 
 STEP = np.float32(0.02)
 
@@ -49,7 +65,7 @@ def close(got: np.ndarray, known: np.ndarray, level: float) -> None:
     np.testing.assert_allclose(got, known, atol=2 * level + 1e-5 * np.abs(known).max())
 
 
-@pytest.mark.parametrize(("rows", "outliers"), [(1, 1), (1, 0), (19, 7), (3, 300), (260, 5)])
+@pytest.mark.parametrize(("rows", "outliers"), [(1, 1), (1, 0), (19, 7), (5, 40), (3, 300), (260, 5)])
 def test_normed_products(rows, outliers):
     """From no outlier to outliers everywhere; half of the channels have rows in floats."""
     draw = np.random.default_rng(outliers)
@@ -179,3 +195,96 @@ def test_what_is_not_finite_is_not_hidden(broken):
     for got in found.values():
         assert np.isnan(got[1]).all()
         assert np.isfinite(got[[0, 2]]).all()
+
+
+BIASED = dataclasses.replace(
+    TINY, norm="layer", qkv_bias=True, o_bias=True, ffn_bias=True, gated_ffn=False, activation="gelu"
+)
+NORMED = dataclasses.replace(
+    TINY, post_norms=True, qk_norm=True, activation="gelu_tanh", attention_softcap=20.0,
+    attention_windows=(0, 8), rope=RopeConfig(dim=16, original_window_tokens=4, query_growth=0.5),
+    rope_layers=(True, False), logit_scale=0.5,
+)  # fmt: skip
+DECODERS = {"gated": TINY, "biased": BIASED, "normed": NORMED}
+TOKENS = np.random.default_rng(0).integers(0, TINY.vocab_size, 40).astype(np.int32)
+
+
+@functools.cache
+def model(name: str):
+    """A decoder's parameters at 8 bits, and a calibration that clips a good part, by turns with shadow and
+    without."""
+    cfg = DECODERS[name]
+    params = {}
+    for each, value in random_params(cfg).items():
+        spec = param_specs(cfg)[each]
+        value = value if spec.role == "vector" else value / np.sqrt(spec.shape[-1])
+        kept = value
+        if spec.role not in ("vector", "embed"):
+            kept = to_blocks(quantize(value, bits=8, axis=contracted_axis(spec)))
+        params[each] = jax.tree.map(jnp.asarray, kept)
+    tops = jit(functools.partial(channel_tops, cfg=cfg))(params, TOKENS)
+    steps = whole_steps(largest_of([jax.device_get(tops)])) / 2
+    none = [FloatRows(np.full(product_sizes(cfg, 0, product)[0], -1, np.int32), ()) for product in range(4)]
+    rows = [
+        dataclasses.replace(
+            each, rows=tuple(np.zeros((0, size), np.float16) for size in product_sizes(cfg, 0, product)[1])
+        )
+        for product, each in enumerate(none)
+    ]
+    layers = [
+        LayerCalibration(steps[layer], tuple(rows) if layer % 2 == 0 else None) for layer in range(cfg.layers)
+    ]
+    return cfg, params, layers
+
+
+def chunk_through(cfg, params, layers, x, at, cache):
+    """All layers of one chunk, subgraph by subgraph."""
+    counts = []
+    for layer, known in enumerate(layers):
+        run = IntegerLayer(params, known, cfg, layer)
+        past = cache.past(layer)
+        heads = run.project(x)
+        shadows = None
+        if known.shadowed:
+            shadows, count = run.project_shadow(x)
+            chex.assert_trees_all_equal_shapes_and_dtypes(shadows, heads)
+            counts.append(count)
+        out, added, past, _, count = run.attend(heads, shadows, at, past, None)
+        cache = cache.with_past(layer, past)
+        if not known.shadowed:
+            x = run.finish(x, out)
+            continue
+        x, products = run.widen(x, out, added)
+        more, widened = run.widen_shadow(x)
+        mixed, hidden = run.narrow(x, products, more)
+        x, narrowed = run.narrow_shadow(x, mixed, hidden)
+        counts += [count, widened, narrowed]
+    return x, cache, jnp.stack(counts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [pytest.param("gated", marks=pytest.mark.campaign), "biased", "normed"])
+def test_subgraphs_are_the_layers(name):
+    """Two chunks of different lengths, the second padded, give what one pass over the text gives."""
+    cfg, params, layers = model(name)
+
+    @jit
+    def known(params, layers):
+        return forward_by_rule(params, TOKENS, integer_rule(params, layers, cfg), cfg=cfg)
+
+    @functools.partial(jit, static_argnames="length")
+    def chunk(params, layers, row, start, valid, cache, length):
+        at = TokenPositions.after(start, length, valid)
+        x = embed_tokens(params, row[None], at.positions, cfg=cfg)
+        x, cache, counts = chunk_through(cfg, params, layers, x, at, cache)
+        return normalize(x, LayerParams(params, "").norm("final_norm", cfg))[0], cache, counts
+
+    whole = np.asarray(known(params, layers))
+    cache = new_cache(cfg, batch=1, tokens=64, dtype=jnp.dtype(jnp.float32))
+    first, cache, counts = chunk(params, layers, TOKENS[:16], np.int32(0), np.int32(16), cache, 16)
+    assert (np.asarray(counts) > 0).all()
+    padded = np.concatenate([TOKENS[16:], np.zeros(8, np.int32)])
+    second, cache, _ = chunk(params, layers, padded, np.int32(16), np.int32(24), cache, 32)
+    tolerance = dict(atol=2e-2 * np.abs(whole).max())
+    np.testing.assert_allclose(first, whole[:16], **tolerance)
+    np.testing.assert_allclose(second[:24], whole[16:], **tolerance)

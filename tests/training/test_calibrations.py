@@ -1,6 +1,7 @@
 """From a model to a bundle that reads prompts in integers; elastic ones keep their levels."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -16,7 +17,7 @@ from jaxllm.cli.main import cli
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.int8_prefill.recipe import ShadowRecipe
-from jaxllm.int8_prefill.shadow import contracted_axes
+from jaxllm.int8_prefill.shadow import PRODUCTS, product_names
 from jaxllm.models.decoder import forward_documents
 from jaxllm.models.parameters import Params
 from jaxllm.prepare import prepare
@@ -79,7 +80,8 @@ def test_the_command_for_an_elastic_bundle(text, tmp_path):
         assert found.losses.keys() == {50, 100}
         assert prefill_facts(after)["weight_scales"] == "tensor"
         plain, shared = before.load(), after.load()
-        products = set(contracted_axes(before.cfg))
+        places = itertools.product(range(before.cfg.layers), range(len(PRODUCTS)))
+        products = {name for place in places for name in product_names(*place, before.cfg)}
         assert products < set(plain)
         for name, weight in plain.items():
             if name in products:

@@ -28,8 +28,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.int8_prefill.fitting import Fitted, fit_calibration, per_tensor_weights, whole_rows
 from jaxllm.int8_prefill.recipe import MOST_LOSS
-from jaxllm.int8_prefill.subgraphs import require_integer_prefill
-from jaxllm.models.features import require_decoder_alone
+from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.models.lora import adapt
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, dequantize
@@ -67,7 +66,7 @@ def calibrate_prefill(
     floats = None
     if model.is_dir():
         frozen = FrozenModel.read(model)
-        require_integer_prefill(frozen.cfg)
+        require_room(frozen.cfg, "integer prefill")
         floats = frozen.params
     with bundle_of(model, "int8", out.name) as bundle:
         require_decoder_alone(bundle.cfg, "integer prefill")
@@ -113,7 +112,7 @@ def _calibrated(
 ) -> tuple[Fitted, dict[str, Any], dict[str, BlockedArray]]:
     """Returns the calibration, facts about it, and its weights if they differ from the bundle's."""
     cfg = bundle.cfg
-    require_integer_prefill(cfg)
+    require_room(cfg, "integer prefill")
     if bundle.layout.weights != "int8":
         raise ConfigError(
             f"integer prefill multiplies 8-bit weights, and {bundle.path} has {bundle.layout.weights}; give "

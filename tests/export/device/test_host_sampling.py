@@ -9,7 +9,7 @@ from jaxllm.export.device import host_sampling
 from jaxllm.export.device.host_sampling import HostChooser
 from jaxllm.sampling import gumbel_noise, sample
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
-from jaxllm.serving.speculation.host_tree import grown, root_alone
+from jaxllm.speculation.token_tree import grown, root_alone
 from jaxllm.speculation.tree import choices
 
 VOCAB = 97

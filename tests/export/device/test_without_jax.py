@@ -13,7 +13,7 @@ ABSENT = ("jax", "jaxlib", "flax", "optax", "orbax", "chex", "training", "export
 SHARED = (
     "jaxllm.cli.device.command", "jaxllm.export.device.serving", "jaxllm.export.programs.litert",
     "jaxllm.export.programs.drafts", "jaxllm.serving.server.daemon", "jaxllm.serving.server.api.app",
-    "jaxllm.serving.guided.compiler", "jaxllm.serving.speculation.lookup",
+    "jaxllm.serving.guided.compiler", "jaxllm.serving.speculation.drafter",
     "jaxllm.serving.elastic.tiny_proposer",
 )  # fmt: skip
 BLOCKER = """

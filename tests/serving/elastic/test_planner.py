@@ -7,10 +7,21 @@ import pytest
 
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, ObjectiveMissed
-from jaxllm.serving.elastic.objectives import CONFIDENCE, MOST, START, EnergyBudget, Latency, SafetyMargin
-from jaxllm.serving.elastic.planner import Planner, Proposal, unmet
-from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.ground.plan import Cost
+from jaxllm.serving.elastic.objectives import (
+    MOST,
+    START,
+    Cost,
+    EndToEnd,
+    EnergyBudget,
+    Latency,
+    SafetyMargin,
+    as_ratios,
+    expected_cost,
+    expected_costs,
+    meets,
+)
+from jaxllm.serving.elastic.planner import Load, Planner, Proposal, described, level_of_turn, unmet
+from jaxllm.serving.elastic.profile import DeviceProfile, Energy
 from tests.tiny_tlm import word_prompt
 
 LEVELS, RATIOS = (25, 50, 100), (0.25, 0.5, 1.0)
@@ -22,6 +33,10 @@ PROFILE = DeviceProfile(
     ttft_ms=tuple((25.0 * level / 2500, 25.0 * level / 2.5) for level in LEVELS),
     tpot_ms=tuple((level / 25.0,) * 2 for level in LEVELS),
 )
+
+
+def cost(ttft_ms=10.0, tpot_ms=2.0, tokens=8, joules=None):
+    return Cost(ttft_ms=ttft_ms, tpot_ms=tpot_ms, tokens=tokens, joules=joules)
 
 
 class Fixed:
@@ -68,25 +83,14 @@ def test_a_proposal_that_meets_its_objective_is_taken():
     assert allowed.tolist() == [[True, True, True], [True, True, False], [False, False, False]]
 
 
-@pytest.mark.parametrize(
-    ("slo", "looked_up"),
-    [
-        (Slo(ttft=1.0, tpot=1.0), False),
-        # Of all levels the smallest alone is fast enough per token, with any prompt.
-        (Slo(ttft=0.9, tpot=0.3), False),
-        # A shorter prompt leaves room for more than the smallest.
-        (Slo(ttft=0.3, tpot=0.6), True),
-        # And for something where the whole one leaves none.
-        (Slo(ttft=0.1, tpot=0.3), True),
-    ],
-)
-def test_what_may_go_is_looked_up_only_where_it_would_help(slo, looked_up):
-    whole = word_prompt()
-    asked = []
-    watched = dataclasses.replace(whole, find_spans=lambda: asked.append(slo) or whole.spans)
-    plan = planner(Fixed(25, 0.25)).plan(watched, slo, answer_tokens=8)
-    assert bool(asked) == looked_up
-    assert (len(plan.kept) < 100) == looked_up
+def test_what_may_go_is_looked_up_only_where_it_would_help():
+    # Not where only the smallest level is fast enough per token with any prompt, but where a shorter prompt
+    # leaves room for more.
+    for slo, looked_up in ((Slo(ttft=0.9, tpot=0.3), False), (Slo(ttft=0.3, tpot=0.6), True)):
+        whole, asked = word_prompt(), []
+        watched = dataclasses.replace(whole, find_spans=lambda: asked.append(1) or whole.spans)  # noqa: B023
+        plan = planner(Fixed(25, 0.25)).plan(watched, slo, answer_tokens=8)
+        assert bool(asked) == looked_up == (len(plan.kept) < 100)
 
 
 def planned(proposer, slo, prompt=None, **how):
@@ -261,10 +265,6 @@ def test_the_lengths_at_which_nothing_meets_an_objective():
     assert unmet(planner()).keys() == {SLOS[4], SLOS[5]}
 
 
-def cost(ttft_ms=10.0, tpot_ms=2.0, tokens=8):
-    return Cost(ttft_ms=ttft_ms, tpot_ms=tpot_ms, tokens=tokens)
-
-
 @pytest.mark.parametrize("confidence", [0.5, 0.9, 0.99])
 def test_so_many_answers_stay_within_it_as_was_asked(confidence):
     draw, margin, within = random.Random(0), SafetyMargin(confidence), []
@@ -295,12 +295,110 @@ def test_a_confidence_is_a_share(wrong):
         SafetyMargin(wrong)
 
 
-def test_smaller_confidences_come_after_the_one_that_was_asked_for():
-    for confidence, firsts in ((CONFIDENCE, [1.98, 1.89, 1.74, 1.49]), (0.75, [1.74, 1.49])):
-        margin = SafetyMargin(confidence)
-        for place in range(256):
-            margin.saw_first(cost(), cost(ttft_ms=10 + place / 25.6))
-            margin.saw_further(cost(), cost(tpot_ms=2.0))
-        found = margin.factors()
-        assert [first for first, _ in found] == pytest.approx(firsts, abs=0.01)
-        assert {further for _, further in found} == {1.0}
+# Objectives: what meets them, expected costs, and levels of turns.
+
+WHOLE = cost(tokens=5)
+
+
+@pytest.mark.parametrize(
+    ("objective", "met", "missed"),
+    [
+        (Slo(ttft=0.4, tpot=0.7), cost(4.0, 1.4), cost(4.1, 1.4)),
+        (Slo(ttft=1.0, tpot=0.5), cost(99.0, 1.0), cost(1.0, 1.1)),
+        (Latency(ttft_ms=4.0, tpot_ms=1.4), cost(4.0, 1.4), cost(4.0, 1.5)),
+        (EndToEnd(total_ms=12.0), cost(4.0, 2.0, 5), cost(4.1, 2.0, 5)),
+        (EnergyBudget(joules=3.0), cost(1.0, 1.0, joules=3.0), cost(1.0, 1.0, joules=3.1)),
+        # An answer of one token has no further ones.
+        (Slo(ttft=0.5, tpot=0.1), cost(5.0, 0.0, tokens=1), cost(5.1, 0.0, tokens=1)),
+        (EndToEnd(total_ms=5.0), cost(5.0, 9.0, tokens=1), cost(5.1, 0.0, tokens=1)),
+        # All of the time is no demand.
+        (Slo(ttft=1.0, tpot=1.0), cost(1e9, 1e9), None),
+    ],
+)
+def test_what_meets_an_objective(objective, met, missed):
+    assert meets(objective, met, WHOLE)
+    assert missed is None or not meets(objective, missed, WHOLE)
+
+
+def test_objectives_as_ratios():
+    assert as_ratios(Slo(ttft=0.4, tpot=0.7), WHOLE) == Slo(ttft=0.4, tpot=0.7)
+    assert as_ratios(Latency(ttft_ms=2.0, tpot_ms=50.0), WHOLE) == Slo(ttft=0.2, tpot=1.0)
+    # The whole model takes 18 ms.
+    assert as_ratios(EndToEnd(total_ms=9.0), WHOLE) == Slo(ttft=0.5, tpot=0.5)
+    whole = dataclasses.replace(WHOLE, joules=4.0)
+    assert as_ratios(EnergyBudget(joules=1.0), whole) == Slo(ttft=0.25, tpot=0.25)
+
+
+def test_energy_needs_a_profile_that_knows_it():
+    with pytest.raises(ConfigError, match="has no energy, so no energy budget"):
+        meets(EnergyBudget(joules=1.0), WHOLE, WHOLE)
+    energy = Energy(prefill_joules=(1.0, 2.0, 3.0), decode_joules=(3.0, 5.0, 7.0))
+    assert expected_cost(dataclasses.replace(PROFILE, energy=energy), 50, 16, 3).joules == 32 + 15
+
+
+def test_expected_costs_are_the_profiles():
+    found = expected_cost(PROFILE, 50, 64, 9, planning_ms=0.5)
+    assert (found.ttft_ms, found.tpot_ms, found.tokens) == (pytest.approx(32.5), 2.0, 9)
+    assert found.total_ms == pytest.approx(32.5 + 8 * 2.0)
+    # What a cache has costs no computing, but attention to it does; at least one token is fed.
+    times = dict(tokens=(1, 500, 1000), ttft_ms=((1.0, 90.0, 400.0),) * 3, tpot_ms=((1.0,) * 3,) * 3)
+    steep = dataclasses.replace(PROFILE, **times)
+    assert expected_cost(steep, 50, 1000, 9, reused=500).ttft_ms == 400.0 - 90.0
+    assert expected_cost(steep, 50, 500, 9, reused=499).ttft_ms == 1.0
+    both = expected_costs(steep, (50, 100), (1000,), 9, reused=(0, 1000))
+    assert both.ttft_ms[:, 0].tolist() == [400.0, 1.0]
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), True, "3"])
+@pytest.mark.parametrize("make", [EndToEnd, EnergyBudget, Latency])
+def test_impossible_objectives_are_refused(make, value):
+    names = [field.name for field in dataclasses.fields(make)]
+    with pytest.raises(ConfigError, match="of an objective must be a number above 0"):
+        make(**dict.fromkeys(names, value))
+
+
+# Turns in a context of level 50: at the others all of it is computed again.
+COSTS = {25: cost(100.0, 2.0, 8), 50: cost(30.0, 5.0, 8), 100: cost(400.0, 10.0, 8)}
+ROOMY, NONE = Latency(ttft_ms=1000, tpot_ms=20), Latency(ttft_ms=1, tpot_ms=100)
+
+
+@pytest.mark.parametrize(
+    ("objective", "more", "level"),
+    [
+        (Latency(ttft_ms=1000, tpot_ms=100), {}, 100),
+        (Latency(ttft_ms=300, tpot_ms=100), {}, 50),
+        (Latency(ttft_ms=300, tpot_ms=3), {}, 25),
+        (Latency(ttft_ms=300, tpot_ms=3), {"strict": True}, 25),
+        # No level is in time: by how much matters.
+        (NONE, {}, 50),
+        (Latency(ttft_ms=300, tpot_ms=0.1), {}, 25),
+        (Slo(ttft=0.9, tpot=0.9), {}, 50),
+        # 100 % asks for nothing.
+        (Slo(ttft=1.0, tpot=1.0), {}, 100),
+        # What others take counts.
+        (ROOMY, {}, 100),
+        (ROOMY, {"load": Load(waiting_ms=700)}, 50),
+        (ROOMY, {"load": Load(token_share=3)}, 50),
+    ],
+)
+def test_the_largest_in_time_or_the_nearest(objective, more, level):
+    assert level_of_turn(COSTS, objective, cost(60.0, 10.0, 8), **more) == level
+
+
+def test_strict_turns_are_refused():
+    with pytest.raises(ObjectiveMissed, match="level 50 comes nearest"):
+        level_of_turn(COSTS, NONE, cost(60.0, 10.0, 8), strict=True)
+
+
+def test_objectives_in_words():
+    for lengths, words in (
+        ((16, 64), "up to 64 tokens"), ((16, 64, 512), "any length"), ((512,), "512 tokens and more"),
+        ((16, 512), "16, 512 tokens"),
+    ):  # fmt: skip
+        missed = {Slo(ttft=0.4, tpot=0.7): lengths}
+        assert described(missed, (16, 64, 512)) == f"<40,70> for prompts of {words}"
+    both = {SLOS[5]: (16,), Latency(ttft_ms=1, tpot_ms=2): (16,)}
+    told = (
+        "<20,50> for prompts of any length; 1 ms to the first token, 2 ms per token for prompts of any length"
+    )
+    assert (described(both, (16,)), described({}, (16,))) == (told, "")

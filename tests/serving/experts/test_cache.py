@@ -10,12 +10,11 @@ from jaxllm.bundle import Bundle
 from jaxllm.errors import BudgetExceeded, BundleError, CheckpointError
 from jaxllm.experts.prediction import count_paths, count_tokens
 from jaxllm.serving.experts import cache as room
-from jaxllm.serving.experts.predictors import make_predictor
-from jaxllm.serving.experts.store import ExpertStore
+from jaxllm.serving.experts.store import ExpertStore, memory_bytes
+from jaxllm.serving.experts.weights import make_predictor
 from jaxllm.serving.ground.expert_options import ExpertOptions
 from jaxllm.serving.host.direct_io import PAGE
-from tests.serving.experts.conftest import E, wait_until
-from tests.serving.experts.conftest import inside as planes_inside
+from tests.serving.experts.conftest import E, inside, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +44,8 @@ def visit(cache, layer, experts, guesses=()):
     return order
 
 
-def inside(cache):
-    return {key[:2] for key in planes_inside(cache)}
+def experts_inside(cache):
+    return {key[:2] for key in inside(cache)}
 
 
 def test_what_is_there_comes_first_and_who_was_not_visited_for_longest_leaves(make):
@@ -57,18 +56,18 @@ def test_what_is_there_comes_first_and_who_was_not_visited_for_longest_leaves(ma
     cache, _ = make(3)
     for layer, experts in ((0, [0, 1]), (1, [0]), (0, [0]), (2, [5])):
         visit(cache, layer, experts)
-    assert inside(cache) == {(1, 0), (0, 0), (2, 5)}
+    assert experts_inside(cache) == {(1, 0), (0, 0), (2, 5)}
     # A layer may ask for more than there is room.
     cache, reader = make(2)
     assert sorted(visit(cache, 1, range(E))) == list(range(E))
     assert len(set(reader.offsets)) == len(reader.offsets)
-    assert len(inside(cache)) <= 2
+    assert len(experts_inside(cache)) <= 2
 
 
 def test_what_is_foreseen_is_there(make):
     cache, reader = make(4)
     visit(cache, 0, [0], [(1, 2, 0), (2, 3, 0)])
-    wait_until(cache, lambda: {(1, 2), (2, 3)} <= inside(cache))
+    wait_until(cache, lambda: {(1, 2), (2, 3)} <= experts_inside(cache))
     read = len(reader.offsets)
     assert visit(cache, 1, [2]) == [2]
     assert len(reader.offsets) == read
@@ -76,14 +75,14 @@ def test_what_is_foreseen_is_there(make):
     # Guesses never evict who is foreseen before.
     cache, _ = make(2)
     visit(cache, 0, [0], [(1, 1, 0), (1, 2, 0), (1, 3, 0)])
-    wait_until(cache, lambda: inside(cache) == {(1, 1), (1, 2)})
+    wait_until(cache, lambda: experts_inside(cache) == {(1, 1), (1, 2)})
 
 
 def test_a_wrong_guess_waits_for_a_right_demand(make, store, monkeypatch):
     """The block that is being read is finished, no more: then comes what is asked for."""
     monkeypatch.setattr(room, "_MOST_BLOCK_BYTES", PAGE)
     cache, reader = make(4)
-    first, wrong, right = (store[key].planes[0].segment for key in ((0, 0), (1, 1), (1, 2)))
+    first, wrong, right = (store[key].planes[0] for key in ((0, 0), (1, 1), (1, 2)))
     begun, go_on = threading.Event(), threading.Event()
 
     def before(offset):
@@ -109,24 +108,9 @@ def test_a_wrong_guess_waits_for_a_right_demand(make, store, monkeypatch):
     assert places.count("first") == places.count("right") > 2
     assert places.index("right") == places.count("first") + 1
     # Nobody foresees it any more, and its room is free for others.
-    assert (1, 1) not in inside(cache)
+    assert (1, 1) not in experts_inside(cache)
     visit(cache, 2, [0, 1, 2, 3])
     assert (1, 1, 0) not in cache._slots
-
-
-def test_a_corrupt_expert_is_read_again_and_an_error_and_the_next_visit_tries_again(make, store):
-    cache, reader = make(2)
-    at, wrong = store[0, 1].planes[0].segment.offset, iter([True])
-    # Read wrongly once, it is read again.
-    reader.spoil = lambda offset: offset == at and next(wrong, False)
-    assert visit(cache, 0, [1]) == [1]
-    assert reader.offsets.count(at) == 2
-    cache, reader = make(2)
-    reader.spoil = lambda offset: offset == at
-    with pytest.raises(BundleError, match=r"expert 1 of layer 0 is corrupt .* make it again"):
-        visit(cache, 0, [1])
-    reader.spoil = lambda offset: False
-    assert visit(cache, 0, [1]) == [1]
 
 
 def test_a_read_that_fails_is_an_error(make, store):
@@ -175,15 +159,15 @@ def test_a_smaller_budget_evicts_idle_experts(make, store):
     cache, _ = make(4)
     visit(cache, 0, [3, 1])
     visit(cache, 1, [2, 0])
-    assert len(inside(cache)) == 4
+    assert len(experts_inside(cache)) == 4
     cache.resize(2 * store.largest_bytes)
     # The least recently used leave.
-    assert inside(cache) == {(1, 2), (1, 0)}
+    assert experts_inside(cache) == {(1, 2), (1, 0)}
     assert cache.taken_bytes <= cache.budget_bytes == 2 * store.largest_bytes
     assert sorted(visit(cache, 0, [3, 1])) == [1, 3]
     cache.resize(4 * store.largest_bytes)
     visit(cache, 1, [2, 0])
-    assert len(inside(cache)) == 4
+    assert len(experts_inside(cache)) == 4
     # One below one layer's experts is refused.
     with pytest.raises(BudgetExceeded, match="visits at one layer take"):
         cache.resize(store.least_bytes() - 1)
@@ -235,12 +219,119 @@ def test_farther_ahead_those_are_read_that_have_half_of_the_probability():
     visited, chances = [np.array([[0, 1]])] * 2, np.zeros(EXPERTS, np.float32)
     chances[:4] = 0.3, 0.15, 0.4, 0.15
     assert np.flatnonzero(predictor.worthwhile(visited, chances, 2)).tolist() == [0, 2]
-    chances[:4] = 0.05, 0.05, 0.6, 0.3
-    assert np.flatnonzero(predictor.worthwhile(visited, chances, 2)).tolist() == [2]
     # A router's best are read whatever their lead; of the first layer the token tells.
     assert len(foreseen("router", [np.array([[0, 1]])], np.full((1, EXPERTS), 1 / EXPERTS), 1)) == EXPERTS
     assert foreseen("router", [], np.zeros((1, EXPERTS)), 1) == [0, 1]
-    # By statistics those of an unknown token are no likelier than others.
-    predictor = make_predictor("tokens", COUNTS, TOKENS)
-    predictor.begin(np.array([TOKEN + 1]))
-    assert not predictor.worthwhile([], np.full(EXPERTS, 1 / EXPERTS), 1).any()
+
+
+# Nested experts by planes: what is read first, what stays, what is damaged.
+
+
+@pytest.fixture(scope="module")
+def nested(bundle_of):
+    return ExpertStore(Bundle.open(bundle_of(8, "int8-nested")))
+
+
+@pytest.fixture
+def make_planes(caches, nested):
+    """A cache with room for so many planes, and one thread."""
+    size = max(map(memory_bytes, nested[0, 0].planes))
+    return lambda planes, policy="lru": caches(nested, planes * size, policy)
+
+
+def visit_planes(cache, layer, needs, guesses=(), *, together=False):
+    """What arrived, in order: experts that are ready, and those that are begun."""
+    return [(each.ready, each.begun) for each in cache.visit(layer, needs, guesses, together=together)]
+
+
+def planes_read(nested, reader):
+    """The planes in the order in which their first blocks were read."""
+    at = {nested.plane((0, e, p)).offset: (e, p) for e in range(E) for p in range(2)}
+    return [at[offset] for offset in reader.offsets if offset in at]
+
+
+def test_high_planes_are_read_first_and_late_experts_come_together(make_planes, nested):
+    assert (nested.forms, nested.planes_of((0, 1), 1)) == (("nested",), [(0, 1, 0)])
+    high, low = nested[0, 0].planes
+    assert high.offset + high.size_bytes <= low.offset
+    cache, reader = make_planes(8)
+    assert visit_planes(cache, 0, {3: 2, 1: 2}, together=True) == [([3, 1], [])]
+    assert planes_read(nested, reader) == [(3, 0), (1, 0), (3, 1), (1, 1)]
+    assert visit_planes(cache, 0, {3: 2, 5: 2, 1: 2, 4: 2}, together=True) == [([3, 1], []), ([5, 4], [])]
+    # One after the other where there may be no room for all.
+    ready = [ready for ready, _ in visit_planes(cache, 1, {0: 2, 1: 2})]
+    assert sorted(expert for each in ready for expert in each) == [0, 1]
+    # Guesses are read in the order of planes.
+    cache, reader = make_planes(8)
+    visit_planes(cache, 1, {0: 2}, [(0, 4, 0), (0, 2, 0), (0, 4, 1)])
+    wait_until(cache, lambda: {(0, 4, 0), (0, 2, 0), (0, 4, 1)} <= inside(cache))
+    assert planes_read(nested, reader) == [(4, 0), (2, 0), (4, 1)]
+    assert visit_planes(cache, 0, {4: 2, 2: 1}) == [([4, 2], [])]
+    assert cache.counts.foreseen == 2
+    # Bytes are counted by plane.
+    cache, _ = make_planes(8)
+    visit_planes(cache, 0, {2: 1, 3: 2})
+    (first, second), counts = [plane.size_bytes for plane in nested[0, 3].planes], cache.counts
+    assert (counts.low_bytes, counts.read_bytes) == (second, 2 * first + second)
+    assert (counts.visits, counts.hits, counts.high_alone) == (2, 0, 1)
+
+
+def test_a_miss_begins_with_the_plane_that_is_there(make_planes, nested):
+    cache, reader = make_planes(8)
+    visit_planes(cache, 0, {2: 1})
+    assert planes_read(nested, reader) == [(2, 0)]
+    assert visit_planes(cache, 0, {2: 2}, together=True) == [([], [2]), ([2], [])]
+    assert planes_read(nested, reader) == [(2, 0), (2, 1)]
+    # Without what is begun it comes whole.
+    visit_planes(cache, 0, {4: 1})
+    assert visit_planes(cache, 0, {4: 2}) == [([4], [])]
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "frequency-nearness", "lfu", "lfru"])
+def test_a_high_plane_is_evicted_after_its_low_one(make_planes, policy):
+    cache, _ = make_planes(4, policy)
+    visit_planes(cache, 0, {0: 2, 1: 2})
+    visit_planes(cache, 0, {2: 1})
+    there = inside(cache)
+    assert len(there) == 4
+    for layer, expert, plane in there:
+        assert plane == 0 or (layer, expert, 0) in there
+    visit_planes(cache, 1, {0: 1, 1: 1})
+    assert {key for key in inside(cache) if key[2]} == set()
+    if policy == "lru":
+        # Experts 0 and 1 are as recent, but of 1 the high plane alone was needed last.
+        cache, _ = make_planes(4)
+        for needs in ({1: 2}, {0: 2}, {1: 1}):
+            visit_planes(cache, 0, needs)
+        visit_planes(cache, 1, {0: 1})
+        assert inside(cache) == {(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)}
+
+
+def test_more_experts_than_there_is_room_for_do_not_wait_for_each_other(make_planes, nested):
+    """Resident high planes of later ones make room for the low planes of earlier ones."""
+    cache, _ = make_planes(4)
+    visit_planes(cache, 0, dict.fromkeys(range(4), 1))
+    assert len(inside(cache)) == 4
+    arrived = visit_planes(cache, 0, dict.fromkeys(range(E), 2))
+    assert sorted(expert for ready, _ in arrived for expert in ready) == list(range(E))
+    assert cache.taken_bytes <= cache.budget_bytes
+
+
+@pytest.mark.parametrize("plane", [0, 1])
+def test_a_damaged_plane_is_read_again_and_named(make_planes, nested, plane):
+    cache, reader = make_planes(8)
+    offset = nested.plane((0, 1, plane)).offset
+    wrong = iter([True])
+    reader.spoil = lambda at: at == offset and next(wrong, False)
+    assert visit_planes(cache, 0, {1: 2}) == [([1], [])]
+    assert planes_read(nested, reader).count((1, plane)) == 2
+    cache, reader = make_planes(8)
+    reader.spoil = lambda at: at == offset
+    name = ("high", "low")[plane]
+    with pytest.raises(BundleError, match=rf"the {name} plane of expert 1 of layer 0 is corrupt .* make it"):
+        visit_planes(cache, 0, {1: 2})
+    # The other plane is sound, and what needs it alone goes on.
+    if plane:
+        assert visit_planes(cache, 0, {1: 1}) == [([1], [])]
+    reader.spoil = lambda at: False
+    assert visit_planes(cache, 0, {1: 2}) == [([1], [])]

@@ -1,5 +1,4 @@
-"""Reads prompts on two real processors, in a process whose JAX was prepared for them: prints what came out,
-or, of a service that is started twice, what was measured and compiled."""
+"""Reads prompts on two real processors, in a process whose JAX was prepared for them: prints the results."""
 
 import json
 import sys
@@ -33,51 +32,14 @@ def in_rows(int8: int8_prefill.Int8Prefill) -> dict[str, bool]:
     return kinds
 
 
-def start_twice(path: str) -> None:
-    """Each start warms up for one request; the buckets and times of the first are on disk for the second."""
-    runs = []
-    real = int8_prefill.measured_times
-
-    def counted(*args, **kwargs):
-        runs.append(1)
-        return real(*args, **kwargs)
-
-    int8_prefill.measured_times = counted
-    found = []
-    for _ in range(2):
-        options = EngineOptions(
-            chunk_tokens=(16,), cache_tokens=(64,), context_tokens=64, buckets_bytes=1 << 28,
-            prefill=PrefillOptions(processors=2),
-        )  # fmt: skip
-        engine = Engine.open(path, options=options, warm_up=False)
-        runs.clear()
-        engine.warm_up(prompt_tokens=20, max_tokens=1)
-        runner, table, int8 = engine.runner, engine.runner.buckets, engine.runner.int8
-        stages = [bucket for bucket in table.bucket_ms if isinstance(bucket, IntegerStageBucket)]
-        integer = [bucket for bucket in stages if bucket.device == "cpu:1"]
-        prompt = int8.begin(runner.start(20), [0] * 20, 0)
-        times = int8.times(prompt)
-        logits, _ = prefill_prompt(runner, runner.start(20), list(range(20)), 0)
-        found.append(
-            {
-                "measured": len(runs),
-                "integer": len(integer),
-                "loaded": sum(bucket in table.loaded for bucket in integer),
-                "times": [times(each) for each in int8.subgraphs(len(prompt.chunks))],
-                "logits": logits[0].tolist(),
-            }
-        )
-        engine.close()
-    print(json.dumps(found))
-
-
 def read_prompts(path: str, order: str, integer_bytes: str) -> None:
-    """Answers a prompt of four chunks with one processor, with two, and with two of which the integer one is
-    placed as a GPU would be, on the second CPU device."""
+    """Answers a prompt of four chunks with one processor, with two (started twice), and with two of which the
+    integer one is placed as a GPU would be, on the second CPU device."""
     prompt = np.random.default_rng(0).integers(0, 256, 60).tolist()
-    found: dict[str, object] = {}
+    found, runs, real = {"starts": []}, [], int8_prefill.measured_times
+    int8_prefill.measured_times = lambda *args: runs.append(1) or real(*args)
     processors.require_gpu = lambda: jax.devices("cpu")[1]
-    for system in (1, 2, 3):
+    for system in (1, 2, 2, 3):
         how = PrefillOptions(
             mode="int8",
             processors=min(system, 2),
@@ -86,9 +48,14 @@ def read_prompts(path: str, order: str, integer_bytes: str) -> None:
             integer_bytes=int(integer_bytes) * (system == 2),
         )
         options = EngineOptions(
-            chunk_tokens=(16,), cache_tokens=(128,), cache_dtype="float32", buckets_bytes=0, prefill=how
+            chunk_tokens=(16,),
+            cache_tokens=(128,),
+            cache_dtype="float32",
+            prefill=how,
+            buckets_bytes=(1 << 28) * (system == 2),
         )
         engine = Engine.open(path, options=options, warm_up=False)
+        runs.clear()
         engine.warm_up(prompt_tokens=60, max_tokens=8)
         runner, int8 = engine.runner, engine.runner.int8
         assert int8 is not None
@@ -100,6 +67,10 @@ def read_prompts(path: str, order: str, integer_bytes: str) -> None:
         if system == 2 and int8.shared.processors is not None:
             trace = int8.shared.processors.trace
             assert trace is not None
+            table = runner.buckets
+            stages = [each for each in table.bucket_ms if isinstance(each, IntegerStageBucket)]
+            integer = [each in table.loaded for each in stages if each.device == "cpu:1"]
+            found["starts"].append([len(runs), [sum(integer), len(integer)]])
             places = [run.index for run in trace.runs]
             found["runs"] = len(places)
             found["once"] = len(set(places)) == len(places)
@@ -120,4 +91,4 @@ def read_prompts(path: str, order: str, integer_bytes: str) -> None:
 
 
 if __name__ == "__main__":
-    start_twice(*sys.argv[1:]) if len(sys.argv) == 2 else read_prompts(*sys.argv[1:])
+    read_prompts(*sys.argv[1:])

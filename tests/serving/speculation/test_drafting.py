@@ -1,65 +1,21 @@
-"""Tests what a verdict teaches, and how plain tokens come while drafting pauses."""
+"""What a verdict teaches, whose drafts a tree has, when drafting pauses, and what trees cost by size."""
 
-import dataclasses
-import threading
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.kv.cache import new_cache
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
-from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Verdict
-from jaxllm.serving.speculation import grower as grower_module
-from jaxllm.serving.speculation.costs import DraftTimes
-from jaxllm.serving.speculation.drafter import Drafter
-from jaxllm.serving.speculation.grower import Confidence, Grower
-from jaxllm.serving.speculation.host_tree import grown, matching_tokens, root_alone, united
-from jaxllm.serving.speculation.lookup import LookupDrafter, NgramDrafter
+from jaxllm.serving.runners.runner import Verdict
+from jaxllm.serving.speculation.costs import DraftTimes, Payoff, SizeCost
+from jaxllm.serving.speculation.drafter import Drafter, LookupDrafter, NgramDrafter
+from jaxllm.serving.speculation.drafters import with_rows
 from jaxllm.serving.speculation.speculation import Speculation
-from jaxllm.speculation.token_tree import Growing
-
-LEARNED = SpeculationOptions(drafter="ngram", fallback="learned", alpha=0.01, lookup=False)
-
-
-@dataclasses.dataclass
-class Cache:
-    """Room, and how much of it is in use."""
-
-    capacity_tokens: int = 128
-    length: int = 0
-
-
-class Silent(Drafter):
-    """A drafter that never speaks, and remembers how far it was to look."""
-
-    times = DraftTimes(run_s=0.001, step_s=0.001)
-
-    def __init__(self):
-        self.asked = []
-
-    def grow(self, sequence, root, growing, cache):
-        self.asked.append((growing.depth, growing.stop_ids))
-        return root_alone(root, 16), cache
-
-
-class Target:
-    """Says 1, 2, 3 and so on, at most `block` tokens a call."""
-
-    idle_read_s, lock, block = 0.0, threading.RLock(), 8
-
-    def __init__(self):
-        self.asked = []
-
-    def decode_limit(self, pace, remaining):
-        return min(pace, self.block, remaining)
-
-    def decode(self, row):
-        self.asked.append(row.limit)
-        said = np.arange(1, row.limit + 1) + int(row.token[0])
-        return DecodedRow(said.tolist(), row.cache, row.sampler)
-
-    def expect(self, tokens):
-        pass
+from jaxllm.speculation.token_tree import Growing, grown, matching_tokens, root_alone, united
+from tests.tiny import TINY
 
 
 def forked():
@@ -70,7 +26,8 @@ def forked():
 
 
 def learned(tree, path, limit=64):
-    rounds = Speculation(Target(), Silent(), LEARNED)
+    how = SpeculationOptions(drafter="ngram", fallback="learned", alpha=0.01, lookup=False)
+    rounds = Speculation(SimpleNamespace(), Scripted(), how)
     tokens = np.zeros(len(path), np.int32)
     rounds._learn(tree, Verdict(tokens, np.array(path, np.int32)), limit, 0.001, 0.01)
     return rounds._fallback.alpha
@@ -90,52 +47,13 @@ def test_the_threshold_learns_from_the_branch_that_matches():
     assert [matching_tokens(tree, node) for node in (0, 1, 2, 3)] == [2, 2, 2, 8]
 
 
-def test_a_tree_as_published_is_verified_whole():
-    sure = np.array([1.0, 0.9, *(0.01,) * 10])
-    by_cost = Speculation(Target(), Silent(), LEARNED)
-    for nodes, took_s in ((8, 0.01), (16, 1.0), (8, 0.01), (16, 1.0)):
-        by_cost._verify_cost.measured(nodes, took_s)
-    by_cost.payoff.drafted(draft_ms=1, verify_ms=10, tokens=2)
-    assert by_cost._size(sure) == 8
-    whole = Speculation(Target(), Silent(), SpeculationOptions.published(drafter="ngram"))
-    whole._verify_cost = by_cost._verify_cost
-    assert [whole._size(sure[:count]) for count in (2, 8, 9, 12)] == [8, 8, 16, 16]
-
-
-def test_plain_tokens_come_by_the_dispatch_while_drafting_pauses():
-    silent = Silent()
-    rounds = Speculation(Target(), silent, SpeculationOptions(drafter="ngram", lookup=False))
-    rounds.payoff.plain(took_ms=5, tokens=1)
-    for _ in range(3):
-        rounds.payoff.drafted(draft_ms=5, verify_ms=10, tokens=1)
-    assert rounds.payoff.paused_tokens == 8
-    rounds.payoff.plain(took_ms=1e-3, tokens=1)
-    # Of a sampler drafting asks its temperature alone.
-    row = BatchRow(
-        token=np.array([0], np.int32), cache=Cache(), sampler=SimpleNamespace(temperature=np.float32(0)),
-        stop_ids=np.array([5, 9, -1, -1], np.int32), limit=32,
-    )  # fmt: skip
-    found = rounds.decode(row, [7])
-    # As many as drafting still pauses for, and not one by one.
-    assert rounds.runner.asked == [7]
-    assert (len(found.tokens), rounds.counts.plain_tokens) == (7, 7)
-    assert rounds.payoff.worthwhile
-    # A draft that says nothing is followed by one token. The rest of an answer bounds its drafts.
-    rounds.decode(dataclasses.replace(row, limit=7), [7])
-    assert rounds.runner.asked == [7, 1]
-    assert silent.asked == [(6, (5, 9))]
-
-
-# All that drafting asks of a sampler.
-
-
 def test_a_line_is_the_one_that_promises_more():
     shape = TreeShape(nodes=(4, 8), room=16, tips=1, branches=1)
     text = [1, 2, 3, 4, 5, 6, 1, 2]
     unsure = Scripted((9, 0, 0.1), (9, 1, 0.01))
     sure = Scripted((9, 0, 0.99), (8, 1, 0.98), (7, 2, 0.97), (6, 3, 0.96))
     # Who leaves trees out leaves out nothing else.
-    both = Speculation(Target(), unsure, SpeculationOptions(model="draft", trees=shape)).drafter
+    both = Speculation(SimpleNamespace(), unsure, SpeculationOptions(model="draft", trees=shape)).drafter
     assert isinstance(both, LookupDrafter)
     assert both.grow(text, 3, Growing(0.01, 8), None)[0].tokens[:4].tolist() == [3, 4, 5, 6]
     # To the model, what the text knew is what the target said.
@@ -162,31 +80,7 @@ def test_nothing_is_looked_up_behind_the_end():
     assert tokens(stop_ids=(5, 9)) == [3, 4, 5]
 
 
-def test_a_run_that_had_to_wait_is_not_the_last(monkeypatch):
-    """Runs while weights are read end before the target goes on, so far as their time is known."""
-    clock = [0.0]
-    monkeypatch.setattr(grower_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
-
-    def drafting(took_s):
-        def draft(params, tree, fed, cache, end):
-            clock[0] += took_s
-            fed = fed.copy()
-            fed[0] = True
-            return tree, fed, cache, np.int32(1)
-
-        return draft
-
-    model = SimpleNamespace(params=None, bucket=lambda family, **fields: family)
-    runner = SimpleNamespace(model=model, buckets=SimpleNamespace())
-    grower = Grower(runner, TreeShape(nodes=(8,), room=8), Confidence())
-    for took_s, hidden in ((9.0, False), (0.01, False), (0.01, False), (5.0, True)):
-        runner.buckets.get = lambda bucket, took_s=took_s: drafting(took_s)
-        grower.grow(root_alone(1, 8), np.zeros(8, bool), Cache(), Growing(0.1, 8), 1, hidden=hidden)
-    assert grower.times.step_s < 0.1
-
-
-# A model's drafts beside what the text has said before: one tree, and each follows its own part of it.
-
+# A model's drafts and what the text has said before: one tree, and each follows its own part of it.
 
 SHAPE = TreeShape(nodes=(4, 8), room=16)
 
@@ -256,10 +150,7 @@ def test_each_follows_its_own_part():
     # 5 and 8 were right.
     both.grow([1, 2, 5, 6, 1], 2, Growing(1e-3, 8), None)[0]
     both.follow([0, 1, 2], 3)
-    # Nothing was.
-    both.grow([1, 2, 5, 6, 1], 2, Growing(1e-3, 8), None)[0]
-    both.follow([0], 9)
-    assert other.followed == [([0, 1], 6), ([0, 1, 2], 3), ([0], 9)]
+    assert other.followed == [([0, 1], 6), ([0, 1, 2], 3)]
 
 
 def test_what_the_text_says_wrong_is_trusted_less():
@@ -268,12 +159,112 @@ def test_what_the_text_says_wrong_is_trusted_less():
     def trust():
         return nodes_of(both.grow([1, 2, 5, 6, 1], 2, Growing(1e-3, 8), None)[0])[0][2]
 
-    first = trust()
-    for _ in range(5):
-        both.follow([0], 9)
-        trust()
-    assert trust() < 0.5 * first
-    for _ in range(9):
-        both.follow([0, 1], 9)
-        trust()
-    assert trust() > 0.4
+    first, trusts = trust(), []
+    for path in [[0]] * 5 + [[0, 1]] * 9:
+        both.follow(path, 9)
+        trusts.append(trust())
+    assert trusts[4] < 0.5 * first
+    assert trusts[-1] > 0.4
+
+
+def tried(payoff, *, draft_ms, verify_ms, tokens, plain_ms):
+    """The first passes, and the plain tokens that are tried after them."""
+    passes = 0
+    while payoff.worthwhile:
+        payoff.drafted(draft_ms=draft_ms, verify_ms=verify_ms, tokens=tokens)
+        passes += 1
+    assert passes == 3
+    assert payoff.pays is None
+    assert payoff.paused_tokens == 4
+    payoff.plain(took_ms=4 * plain_ms, tokens=4)
+    assert payoff.worthwhile
+
+
+def test_drafts_that_pay_go_on():
+    payoff = Payoff()
+    tried(payoff, draft_ms=2, verify_ms=10, tokens=3, plain_ms=9)
+    assert payoff.pays
+    assert payoff.rate == 250
+    for _ in range(50):
+        payoff.drafted(draft_ms=2, verify_ms=10, tokens=3)
+        assert payoff.worthwhile
+    # Plain tokens never take longer than verifications: a stall made them look slow.
+    payoff = Payoff()
+    tried(payoff, draft_ms=8, verify_ms=10, tokens=1, plain_ms=50)
+    payoff.drafted(draft_ms=8, verify_ms=10, tokens=1)
+    assert not payoff.worthwhile
+
+
+def test_drafts_that_cost_more_than_they_bring_pause_for_ever_longer():
+    payoff, pauses = Payoff(), []
+    tried(payoff, draft_ms=5, verify_ms=10, tokens=1, plain_ms=10)
+    for turn in range(4):
+        rounds = 0
+        while payoff.worthwhile:
+            payoff.drafted(draft_ms=5, verify_ms=10, tokens=1)
+            rounds += 1
+        # The first decision follows the passes that were there.
+        assert rounds == (3 if turn else 1)
+        assert not payoff.pays
+        pause = 0
+        while not payoff.worthwhile:
+            payoff.plain(took_ms=10, tokens=1)
+            pause += 1
+        pauses.append(pause)
+    assert pauses == [8, 16, 32, 64]
+    assert payoff.rate == 100
+
+
+# Times of trees by size: measured from any of them, and not unlearned by a stall.
+
+SIZES = (8, 16, 32, 64)
+
+
+def measured(base_s, node_s, sizes, *, noise=0.03):
+    cost, draw = SizeCost(SIZES[-1]), np.random.default_rng(0)
+    for nodes in sizes:
+        cost.measured(nodes, (base_s + node_s * nodes) * (1 + noise * draw.standard_normal()))
+    return cost
+
+
+@pytest.mark.parametrize(("base_s", "node_s"), [(0.2, 0.0001), (0.01, 0.0005), (0.004, 0.0)])
+def test_the_pass_and_its_nodes_are_told_apart(base_s, node_s):
+    assert SizeCost(64).seconds(64) == 0
+    cost = measured(base_s, node_s, SIZES * 10)
+    for nodes in SIZES:
+        assert cost.seconds(nodes) == pytest.approx(base_s + node_s * nodes, rel=0.1)
+
+
+def test_a_stall_makes_no_size_look_cheap():
+    cost = measured(0.2, 0.0002, SIZES * 5)
+    cost.measured(64, 20.0)
+    assert cost.seconds(8) > 0.8 * cost.seconds(64)
+    for _ in range(10):
+        cost.measured(64, 0.213)
+    assert cost.seconds(8) == pytest.approx(0.2, rel=0.15)
+    # More nodes never take less.
+    expected = [cost.seconds(nodes) for nodes in SIZES]
+    assert expected == sorted(expected)
+
+
+# Keys and values go from one cache into another of the same model, whatever their layouts and lengths.
+
+
+def cache_of(tokens, *, stacked, seed):
+    cache = new_cache(TINY, batch=1, tokens=tokens, dtype=jnp.float32, stacked=stacked)
+    draw = np.random.default_rng(seed)
+    drawn = jax.tree.map(lambda rows: draw.random(rows.shape, np.float32), (cache.keys, cache.values))
+    return type(cache)(*drawn, length=jnp.int32(3), places=cache.places)
+
+
+@pytest.mark.parametrize(("stacked", "others"), [(False, True), (True, False)])
+def test_rows_of_each_layer(stacked, others):
+    cache, other = cache_of(12, stacked=stacked, seed=0), cache_of(8, stacked=others, seed=1)
+    found = with_rows(cache, other, 5)
+    assert (int(found.length), found.places) == (5, cache.places)
+    for layer in range(TINY.layers):
+        for ours, theirs in zip(found.past(layer).own, other.past(layer).own, strict=True):
+            assert ours.shape[-2] == 12
+            np.testing.assert_array_equal(ours[..., :5, :], theirs[..., :5, :])
+    # A copy: the other cache is donated afterwards.
+    assert not any(np.shares_memory(a, b) for a in found.keys for b in other.keys)

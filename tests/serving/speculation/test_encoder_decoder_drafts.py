@@ -12,7 +12,7 @@ from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
-from jaxllm.serving.speculation.lookup import NgramDrafter
+from jaxllm.serving.speculation.drafter import NgramDrafter
 from jaxllm.speculation.token_tree import Growing
 from tests import tiny, tiny_encdec
 from tests.serving.speculation.test_speculative import sharp

@@ -15,7 +15,7 @@ from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.host.direct_io import Storage
-from jaxllm.serving.speculation.lookup import NgramDrafter
+from jaxllm.serving.speculation.drafter import NgramDrafter
 from jaxllm.serving.weights import pieces
 from jaxllm.serving.weights.memory_plan import drafter_bytes, fixed_bytes
 from tests.serving.memory import budget
@@ -105,10 +105,7 @@ def ready(engine, prompt_tokens, max_tokens):
         ("small", 0.7),
         ("itself", 0.7),
         ("published", 0.7),
-        *(
-            pytest.param(*each, marks=pytest.mark.campaign)
-            for each in (("level", 0.95), ("ngram", 0.7), ("published", 0))
-        ),
+        pytest.param("level", 0.95, marks=pytest.mark.campaign),
     ],
 )
 def test_the_answer_is_the_targets(folder, plain, drafter, share, monkeypatch):
@@ -202,13 +199,8 @@ def test_a_drafter_gives_its_memory_up_and_takes_it_again(folder, plain):
         ({}, "needs a model"),
         ({"drafter": "level"}, "needs a level"),
         ({"drafter": "ngram", "level": 3}, "and no other"),
-        ({"drafter": "ngram", "alpha": 2.0}, "alpha must be"),
         ({"drafter": "ngram", "fallback": "oracle"}, "fallback must be"),
-        ({"drafter": "ngram", "trees": {"nodes": (8, 4)}}, "ascending"),
         ({"drafter": "ngram", "trees": {"nodes": (8, 256)}}, "room must be"),
-        ({"drafter": "ngram", "trees": {"room": 1000}}, "room must be"),
-        ({"drafter": "ngram", "trees": {"tips": 0}}, "tips must be"),
-        ({"drafter": "ngram", "trees": {"threshold": 0}}, "threshold must be"),
         ({"drafter": "ngram", "trees": {"pacer": "oldest"}}, "pacer must be one of confidence, fair, order"),
     ],
 )
@@ -241,21 +233,20 @@ def test_the_draft_counts_in_the_budget(folder, plain, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.campaign), 0.5])
-def test_attention_is_counted_as_without_drafts(folder, plain, share):
+def test_attention_is_counted_as_without_drafts(folder, plain):
     """Contexts choose widths by it: nodes that are not kept have attended to nothing."""
     options = dataclasses.replace(OPTIONS, kv_codec="raw", cache_tokens=(128,))
     found, engine = [], plain
     for drafted in (False, True):
         spoken = speculation(folder, "itself") if drafted else None
-        memory = budget(engine, share, spoken) if drafted and share else 0
+        memory = budget(engine, 0.5, spoken) if drafted else 0
         own = dataclasses.replace(options, memory_bytes=memory)
         engine = Engine.open(plain.model.bundle.path, options=own, speculation=spoken, warm_up=False)
         engine.warm_up(prompt_tokens=20, max_tokens=48)
         session = Session()
         answer = engine.stream(PROMPT, GREEDY, session=session).result()
         assert not drafted or engine.speculation.counts.nodes > engine.speculation.counts.accepted
-        assert (engine.model.streamed is not None) == (drafted and share > 0)
+        assert (engine.model.streamed is not None) == drafted
         assert session.cache is not None
         found.append((answer.tokens, np.asarray(session.cache.mass)[0, : len(session.tokens)]))
     (tokens, mass), (same, ours) = found
