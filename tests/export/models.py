@@ -6,7 +6,6 @@ import io
 import jax
 import numpy as np
 import pytest
-from jaxllm.serving.speculation.host_tree import grown
 
 from jaxllm.bundle.levels import Recovery, elastic_parts
 from jaxllm.bundle.tiny_lm import tiny_lm_parts
@@ -22,7 +21,7 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.speculation.costs import DraftTimes
 from jaxllm.serving.speculation.drafter import Drafter
-from jaxllm.speculation.token_tree import root_alone
+from jaxllm.speculation.token_tree import grown, root_alone
 from tests.export.sizes import CFG as CFG
 from tests.export.sizes import CHUNKS as CHUNKS
 from tests.export.sizes import CONFIG as CONFIG
