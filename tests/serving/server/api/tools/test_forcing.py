@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.guided.grammar import Grammar
-from jaxllm.serving.guided.narrowing import closed, narrowed, unrolled
+from jaxllm.serving.guided.grammar import Grammar, closed, narrowed, unrolled
 from jaxllm.serving.server.api.tools import HERMES, JSON, LLAMA3, MISTRAL, ToolScanner, forced
 
 
