@@ -15,10 +15,9 @@ from jaxllm.export.programs.drafts import make_drafts
 from jaxllm.export.programs.executor import Executor
 from jaxllm.export.programs.opening import cached_buckets, open_executor
 from jaxllm.export.programs.runner import ProgramRunner, TokenChooser
-from jaxllm.serving.engine.decoding import Drafts
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
-from jaxllm.serving.host.forked import require_not_forked, watch_for_forks
+from jaxllm.serving.host.machine import require_not_forked, watch_for_forks
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.speculation.speculation import Speculation
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
@@ -129,7 +128,7 @@ class ProgramModel:
     def warm_up(
         self,
         level: int,
-        speculation: Drafts | None,
+        speculation: Any,
         *,
         prompt_tokens: int | None,
         max_tokens: int,

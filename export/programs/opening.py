@@ -10,7 +10,7 @@ from jaxllm.serving.host.machine import memory_bytes
 from jaxllm.serving.host.user_cache import buckets_bytes
 
 if TYPE_CHECKING:
-    from jaxllm.serving.buckets.store import CompiledBucketFolder
+    from jaxllm.serving.buckets.bucket_table import CompiledBucketFolder
 
 
 def open_executor(folder: Path, *, threads: int = 0) -> Executor:
@@ -48,6 +48,6 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
 def cached_buckets() -> "CompiledBucketFolder | None":
     """This user's folder of compiled buckets; None if its limit is 0."""
     # Here, because LiteRT's programs run without JAX.
-    from jaxllm.serving.buckets.store import CompiledBucketFolder
+    from jaxllm.serving.buckets.bucket_table import CompiledBucketFolder
 
     return CompiledBucketFolder.of_user(limit_bytes=buckets_bytes())

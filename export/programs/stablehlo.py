@@ -22,7 +22,7 @@ from jaxllm.export.folder_format.signature import Signature
 from jaxllm.export.folder_format.weights import read_weights
 from jaxllm.export.programs.executor import FolderAdapters
 from jaxllm.export.programs.jax_programs import JaxPrograms, jax_shapes
-from jaxllm.serving.buckets.store import CompiledBucketFolder
+from jaxllm.serving.buckets.bucket_table import CompiledBucketFolder
 
 if TYPE_CHECKING:
     import jax.export

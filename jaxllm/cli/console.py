@@ -16,8 +16,8 @@ from jaxllm.serving.host.progress import Progress
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
 
-    from jaxllm.serving.engine.answer import Answer
-    from jaxllm.serving.engine.decoding import Drafts
+    from jaxllm.serving.engine.step import Answer
+    from jaxllm.serving.speculation.speculation import Speculation
 
 MAX_INPUT_BYTES = 64 << 20
 # Bars appear only after this time: importing the library that draws them is a large part of startup time.
@@ -78,7 +78,7 @@ def answer_facts(answer: "Answer") -> dict[str, Any]:
     }
 
 
-def draft_facts(speculation: "Drafts | None") -> dict[str, Any]:
+def draft_facts(speculation: "Speculation | None") -> dict[str, Any]:
     """Counts of drafts, and whether drafting is faster (None: not measured yet); empty without
     speculation."""
     if speculation is None:

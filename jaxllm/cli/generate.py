@@ -58,7 +58,7 @@ def generate_command(
       jaxllm generate --model t5-small --task translation_en_to_de --prompt "Good morning."
     """
     from jaxllm.serving.host.machine import process_age_ms
-    from jaxllm.serving.images.files import read_image_file, with_places
+    from jaxllm.serving.images.prompt import read_image_file, with_places
 
     if prompt is not None and prompt_file is not None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
@@ -135,7 +135,7 @@ def converse(
     """
     # Imported here, so that --help does not wait for the imports.
     from jaxllm.serving.engine.request import Session
-    from jaxllm.serving.images.files import image_part, read_image_file
+    from jaxllm.serving.images.prompt import image_part, read_image_file
 
     if not engine.tokenizer.has_chat_template:
         raise ConfigError(f"{engine.name} has no chat template; use `jaxllm generate` for a base model")

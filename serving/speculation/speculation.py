@@ -12,21 +12,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.sampling_state import NO_TOKEN
-from jaxllm.serving.engine.decoding import Decoding, Drafts
+from jaxllm.serving.engine.decoding import Decoding
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner, Verdict
 from jaxllm.serving.speculation.costs import Payoff, SizeCost, running_mean
 from jaxllm.serving.speculation.drafter import Drafter
 from jaxllm.serving.speculation.host_tree import by_confidence, matching_tokens, open_confidence, some_nodes
 from jaxllm.serving.speculation.lookup import LookupDrafter
-from jaxllm.speculation.token_tree import (
-    Fallback,
-    Growing,
-    PassTimes,
-    TokenTree,
-    verified_nodes,
-    worthwhile,
-)
+from jaxllm.speculation.token_tree import Fallback, Growing, PassTimes, TokenTree, verified_nodes, worthwhile
 
 
 @dataclasses.dataclass
@@ -66,7 +59,7 @@ class SpeculationCounts:
         return self.accepted / self.nodes if self.nodes else 0.0
 
 
-class Speculation(Drafts):
+class Speculation(Decoding):
     """Decodes with drafts (see `jaxllm.serving.engine.decoding.Decoding`).
 
     Attributes:

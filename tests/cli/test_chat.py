@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jaxllm import Engine, GenerationConfig
-from jaxllm.serving.engine.answer import Answer
+from jaxllm.serving.engine.step import Answer
 from tests.cli.outcome import WINDOW, Run, failed
 
 

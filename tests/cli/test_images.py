@@ -8,7 +8,7 @@ import pytest
 from jaxllm import Engine, EngineOptions, GenerationConfig, Sampling
 from jaxllm.models.encoder.image_input import IMAGE
 from jaxllm.prepare import prepare
-from jaxllm.serving.images.files import image_part
+from jaxllm.serving.images.prompt import image_part
 from tests.cli.outcome import Run, answer, failed
 from tests.tiny_images import image_id, picture, save_smolvlm
 

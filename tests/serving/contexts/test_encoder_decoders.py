@@ -25,8 +25,18 @@ from tests.kernels.switching import needs_native
 from tests.serving.contexts.talking import kept_by
 from tests.serving.memory import budget
 from tests.serving.speculation.test_speculative import sharp
-from tests.serving.test_encoder_decoders import CFGS, LADDER, ordered, write
-from tests.serving.test_streamed_encoder_decoders import BART, MARIAN, SWITCH, T5, TREES, written
+from tests.serving.test_encoder_decoders import (
+    BART,
+    CFGS,
+    LADDER,
+    MARIAN,
+    SWITCH,
+    T5,
+    TREES,
+    ordered,
+    write,
+    written,
+)
 
 OPTIONS = EngineOptions(
     context_tokens=64, cache_tokens=(64,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0, kv_codec="raw"

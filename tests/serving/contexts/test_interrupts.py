@@ -37,7 +37,7 @@ FILES = (
     *(
         f"/serving/{name}.py"
         for name in (
-            "engine/answer", "engine/decoding", "engine/request", "engine/run", "engine/step",
+            "engine/decoding", "engine/request", "engine/run", "engine/step",
             "ground/text_stream",
         )
     ),

@@ -14,7 +14,7 @@ from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule
 from jaxllm.models.decoder import logits
 from jaxllm.serving.buckets.model import PrefillBucket
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.evaluation.scoring import score_options
+from jaxllm.serving.evaluation.tasks import score_options
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.int8_prefill.buckets import IntegerChunkBucket, IntegerStageBucket
@@ -162,7 +162,7 @@ def test_more_outliers_than_expected_are_not_dropped(calibrated_bundle):
     # Broken weights are not hidden.
     params = dict(runner.model.weights)
     params["layers.0.attn_norm.scale"] = params["layers.0.attn_norm.scale"].at[3].set(np.nan)
-    runner.model.swap(params)
+    runner.model.put(runner.model.prepared(params))
     assert np.isnan(read(engine, tokens)[0]).all()
 
 
