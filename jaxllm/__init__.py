@@ -43,11 +43,11 @@ if TYPE_CHECKING:
     from jaxllm.serving.elastic.objectives import EndToEnd as EndToEnd
     from jaxllm.serving.elastic.objectives import EnergyBudget as EnergyBudget
     from jaxllm.serving.elastic.objectives import Latency as Latency
-    from jaxllm.serving.engine.answer import Answer as Answer
     from jaxllm.serving.engine.decoding import TokenLogprob as TokenLogprob
     from jaxllm.serving.engine.request import GenerationConfig as GenerationConfig
     from jaxllm.serving.engine.request import Session as Session
     from jaxllm.serving.engine.request import Sliding as Sliding
+    from jaxllm.serving.engine.step import Answer as Answer
     from jaxllm.serving.ground.expert_options import ExpertOptions as ExpertOptions
     from jaxllm.serving.ground.int8_prefill_options import PrefillOptions as PrefillOptions
     from jaxllm.serving.ground.options import EngineOptions as EngineOptions
@@ -77,7 +77,7 @@ _PUBLIC = {
     "serving.contexts.context": "Context",
     "serving.contexts.options": "ContextOptions",
     "serving.elastic.objectives": "EndToEnd EnergyBudget Latency",
-    "serving.engine.answer": "Answer",
+    "serving.engine.step": "Answer",
     "serving.engine.decoding": "TokenLogprob",
     "serving.engine.request": "GenerationConfig Session Sliding",
     "serving.ground.expert_options": "ExpertOptions",

@@ -51,8 +51,8 @@ from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.memory import Blobs, ChunkMemory
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.contexts.saving import least_ratio
-from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.request import GenerationConfig, Session
+from jaxllm.serving.engine.step import Answer
 from jaxllm.serving.opening.engine import Engine
 
 

@@ -26,7 +26,7 @@ from jaxllm.elastic.slo import Slo
 from jaxllm.serving.elastic.planner import MARGIN, Planner, Proposer
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.engine.engine import Engine
-from jaxllm.serving.evaluation.scoring import score_options
+from jaxllm.serving.evaluation.tasks import score_options
 from jaxllm.serving.host.progress import Progress
 from jaxllm.steps.branching import Branching
 from jaxllm.tasks.questions import Question, branching, shorten

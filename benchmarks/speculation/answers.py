@@ -25,8 +25,8 @@ from benchmarks.samples import SOURCE_TASKS, chosen_tasks, packaged_examples, re
 from benchmarks.speculation.systems import BLD, PUBLISHED, STDPL, STI, Opener, Setting
 from jaxllm.cli.console import read_text
 from jaxllm.errors import ConfigError
-from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.engine.step import Answer
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.tasks.example import TaskExample

@@ -28,8 +28,7 @@ from jaxllm.export.folder_format.weights import read_weights
 from jaxllm.export.programs.executor import Executor, FolderAdapters
 from jaxllm.sampling import SamplerState, Sampling, sample, sampler_state
 from jaxllm.serving.buckets.bucket import Bucket, ids, shapes_of, tree_shapes
-from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.store import BucketStore, CompiledBucketFolder
+from jaxllm.serving.buckets.bucket_table import BucketStore, BucketTable, CompiledBucketFolder
 from jaxllm.serving.host.progress import Progress
 from jaxllm.speculation.token_tree import TokenTree
 from jaxllm.speculation.tree import choices

@@ -15,11 +15,9 @@ from jaxllm.export.folder_format.signature import MASK, TOKENS
 from jaxllm.export.programs.drafts import ProgramDrafter
 from jaxllm.export.programs.executor import Executor
 from jaxllm.export.programs.runner import ProgramRunner, TokenChooser
-from jaxllm.serving.engine.decoding import Drafts
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
-from jaxllm.serving.host.forked import require_not_forked, watch_for_forks
-from jaxllm.serving.host.machine import memory_bytes
+from jaxllm.serving.host.machine import memory_bytes, require_not_forked, watch_for_forks
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import buckets_bytes
 from jaxllm.serving.speculation.drafter import Drafter, NgramDrafter, require_same_kind
@@ -28,7 +26,7 @@ from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 if TYPE_CHECKING:
     from jaxllm.export.programs.stages import StagePrograms
-    from jaxllm.serving.buckets.store import CompiledBucketFolder
+    from jaxllm.serving.buckets.bucket_table import CompiledBucketFolder
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,7 +163,7 @@ class ProgramModel:
     def warm_up(
         self,
         level: int,
-        speculation: Drafts | None,
+        speculation: Any,
         *,
         prompt_tokens: int | None,
         max_tokens: int,
@@ -242,7 +240,7 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
 def cached_buckets() -> "CompiledBucketFolder | None":
     """This user's folder of compiled buckets; None if its limit is 0."""
     # Here, because LiteRT's programs run without JAX.
-    from jaxllm.serving.buckets.store import CompiledBucketFolder
+    from jaxllm.serving.buckets.bucket_table import CompiledBucketFolder
 
     return CompiledBucketFolder.of_user(limit_bytes=buckets_bytes())
 

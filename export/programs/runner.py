@@ -26,7 +26,7 @@ from jaxllm.export.programs.executor import Executor
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from jaxllm.serving.engine.decoding import counted
-from jaxllm.serving.host.forked import require_not_forked
+from jaxllm.serving.host.machine import require_not_forked
 from jaxllm.serving.runners.runner import (
     BatchRow,
     DecodedRow,

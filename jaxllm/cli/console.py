@@ -14,8 +14,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.serving.host.progress import Progress
 
 if TYPE_CHECKING:
-    from jaxllm.serving.engine.answer import Answer
-    from jaxllm.serving.engine.decoding import Drafts
+    from jaxllm.serving.engine.step import Answer
 
 MAX_INPUT_BYTES = 64 << 20
 # Bars appear only after this time.
@@ -76,7 +75,7 @@ def answer_facts(answer: "Answer") -> dict[str, Any]:
     }
 
 
-def draft_facts(speculation: "Drafts | None") -> dict[str, Any]:
+def draft_facts(speculation: "Speculation | None") -> dict[str, Any]:
     """Counts of drafts, and whether drafting is faster (None: not measured yet); empty without
     speculation."""
     if speculation is None:

@@ -20,8 +20,8 @@ from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.readers import SHORTEN, TELL
 
 if TYPE_CHECKING:
-    from jaxllm.serving.engine.answer import Answer
     from jaxllm.serving.engine.engine import Engine
+    from jaxllm.serving.engine.step import Answer
 
 
 _ANSWER_TOKENS = 64

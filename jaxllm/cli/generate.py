@@ -69,7 +69,7 @@ def generate_command(
         config = answers.of(engine.tokenizer.files)
         text: str | list[int] = asked
         if files:
-            from jaxllm.serving.images.files import with_places
+            from jaxllm.serving.images.prompt import with_places
 
             text, rows = engine.image_rows(engine.tokenizer.encode(with_places(asked, len(files))), files)
         generation = engine.stream(text, config, rows=rows)
@@ -144,7 +144,7 @@ def converse(
     messages, session = list(opening), Session()
     parts: list[dict[str, Any]] = []
     if images:
-        from jaxllm.serving.images.files import image_part
+        from jaxllm.serving.images.prompt import image_part
 
         parts = [image_part(each) for each in _image_files(images)]
     new = parts
@@ -211,6 +211,6 @@ def _image_files(paths: Sequence[Path]) -> list[bytes]:
     """The bytes of image files."""
     if not paths:
         return []
-    from jaxllm.serving.images.files import read_image_file
+    from jaxllm.serving.images.prompt import read_image_file
 
     return [read_image_file(path) for path in paths]

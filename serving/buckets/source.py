@@ -8,15 +8,20 @@ import jax
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.decoder import final_normed
-from jaxllm.models.encoder_decoder import (
-    begin_encoder,
-    encoder_layer,
-    read_source,
-    source_layer,
-)
+from jaxllm.models.encoder_decoder import begin_encoder, encoder_layer, read_source, source_layer
 from jaxllm.models.parameters import Params
-from jaxllm.serving.buckets.bucket import SCALAR, ChunkBucket, ModelShapes, TokensBucket, ids
-from jaxllm.serving.buckets.parts import layer_shapes, norm_params, outer_params, row_step, some_rows
+from jaxllm.serving.buckets.bucket import (
+    SCALAR,
+    ChunkBucket,
+    ModelShapes,
+    TokensBucket,
+    ids,
+    layer_shapes,
+    norm_params,
+    outer_params,
+    row_step,
+    some_rows,
+)
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.steps.sparse_layers import SparseLayer, attend_encoder
 

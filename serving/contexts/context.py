@@ -20,9 +20,9 @@ from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.memory import Turn
 from jaxllm.serving.contexts.record import Record, TurnTokens, turn_ids
 from jaxllm.serving.contexts.saving import slid_record
-from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS, GenerationConfig, Sliding, kept_tokens
 from jaxllm.serving.engine.run import Lifecycle, Run
+from jaxllm.serving.engine.step import Answer
 from jaxllm.serving.ground.prompt_rows import PromptRows
 
 

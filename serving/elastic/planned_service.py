@@ -18,10 +18,10 @@ from jaxllm.sampling_state import Sampling
 from jaxllm.serving.elastic.objectives import Binding, Objective, SafetyMargin, meets
 from jaxllm.serving.elastic.planner import Planner, described, unmet
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS, GenerationConfig
 from jaxllm.serving.engine.run import Lifecycle, Run
+from jaxllm.serving.engine.step import Answer
 from jaxllm.serving.ground.plan import Cost, Plan
 from jaxllm.text.droppable import PromptTokens, prompt_tokens
 from jaxllm.text.prompts import Prompt
@@ -78,7 +78,7 @@ class PlannedCall(Lifecycle):
     def finish(self, run: Run) -> None:
         """Learns from the time per further token."""
         # Callers may pause between pieces: then the time per token is not the model's.
-        whole = run.taken_whole and run.finish_reason is not None
+        whole = run.uninterrupted and run.finish_reason is not None
         if whole and not self._saw_further and self.margin is not None:
             self._saw_further = True
             self.margin.saw_further(self.plan.expected, self.cost(run))

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from jaxllm.serving.elastic.profile import DeviceProfile, PrefillTimes, Rows, load_profile, save_profile
-from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.engine.step import step
+from jaxllm.serving.engine.step import Answer, step
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder
 from jaxllm.serving.runners.runner import prefill_prompt
@@ -39,7 +38,7 @@ def profile_path(bundle: "Bundle", options: "EngineOptions") -> Path:
     """The path of the profile of a bundle on this device, with these resolved options."""
     # Imported here: devices that only run exported programs have no JAX.
     from jaxllm.kernels import native
-    from jaxllm.serving.buckets.store import compiled_options, digest_of, environment_facts
+    from jaxllm.serving.buckets.bucket_table import compiled_options, digest_of, environment_facts
 
     facts = {
         "version": _VERSION,

@@ -20,8 +20,7 @@ from jaxllm.models import tiny_lm as tlm
 from jaxllm.models.tiny_lm import TlmConfig
 from jaxllm.quant import QArray, Weight, quantize, to_blocks
 from jaxllm.serving.buckets.bucket import Bucket, ids, shapes_of
-from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.store import BucketStore
+from jaxllm.serving.buckets.bucket_table import BucketStore, BucketTable
 from jaxllm.serving.elastic.tiny_proposer import Decision, TinyOutputs, TinyProposer, known_levels
 
 

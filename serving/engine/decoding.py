@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
-from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner, prefill_prompt
 
 if TYPE_CHECKING:
@@ -68,29 +67,6 @@ class Decoding:
         """Runs one dispatch (see `Runner.decode`); `cached` are the tokens in the row's cache."""
         del cached
         return self.runner.decode(row)
-
-
-class Drafts(Decoding):
-    """Decodes the answers of one level with drafts if that is faster (`jaxllm.serving.speculation`).
-
-    Attributes:
-      counts: drafts and verifications so far.
-      drafter: source of the drafts; its memory can be reclaimed while it does not draft.
-      payoff: times per token with drafts and without.
-    """
-
-    options: SpeculationOptions
-    counts: Any
-    drafter: Any
-    payoff: Any
-
-    def of(self, source: tuple[int, ...]) -> Decoding:
-        """Decodes the answer to one source of an encoder-decoder."""
-        raise NotImplementedError
-
-    def draft(self, on: bool) -> None:
-        """Turns drafting on or off from the next dispatch on."""
-        raise NotImplementedError
 
 
 class GuidedDecoding(Decoding):
@@ -167,11 +143,7 @@ class GuidedDecoding(Decoding):
         return forced[: int(forbidden.argmax())] if forbidden.any() else forced
 
     def _masked(self, sampler: SamplerState) -> SamplerState:
-        """The sampler with all tokens masked that the grammar does not allow.
-
-        Raises:
-          ConfigError: the bias forbids all allowed tokens.
-        """
+        """The sampler with all tokens masked that the grammar does not allow."""
         if self.matcher is None:
             return sampler
         allowed = self.matcher.allowed()

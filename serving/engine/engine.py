@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from jaxllm.config import WHOLE, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.serving.engine.answer import Answer
-from jaxllm.serving.engine.decoding import Decoding, Drafts, GuidedDecoding
+from jaxllm.serving.engine.decoding import Decoding, GuidedDecoding
 from jaxllm.serving.engine.request import GenerationConfig, Request, Session, Sliding, start_ids
+from jaxllm.serving.engine.step import Answer
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.runner import Runner
@@ -43,7 +43,7 @@ class Model(Protocol):
     def warm_up(  # noqa: D102
         self,
         level: int,
-        speculation: Drafts | None,
+        speculation: Any,
         *,
         prompt_tokens: int | None,
         max_tokens: int,
@@ -71,14 +71,14 @@ class Engine(Generic[AnyModel]):
     Attributes:
       model: the open model; all its engines share its weights, runners and tokenizer.
       level: the level that answers where a request names none, in percent.
-      speculation: drafter of this level's answers; None for no drafts.
+      speculation: its drafts, a `jaxllm.serving.speculation.speculation.Speculation`; None for none.
     """
 
     def __init__(
         self,
         model: AnyModel,
         level: int = WHOLE,
-        speculation: Drafts | None = None,
+        speculation: Any = None,
         whole: "Engine[AnyModel] | None" = None,
     ) -> None:
         """See the class; `whole` is another engine of the model, whose grammars are shared.
@@ -242,15 +242,15 @@ class Engine(Generic[AnyModel]):
     ) -> Answer:
         """Answers a conversation of {"role", "content"} messages through the model's chat template; an
         encoder-decoder one message (see `jaxllm.text.prompts.source_prompt`). Contents may be lists of texts
-        and images (see `jaxllm.serving.images.files.taken_apart`)."""
+        and images (see `jaxllm.serving.images.prompt.split_images`)."""
         tokenizer, rows = self.tokenizer.limited(self.options.context_tokens), None
         if self.cfg.encoder is not None:
             task = "" if config is None else config.task
             prompt = prompt_ids(tokenizer, source_prompt(messages, task=task))
         else:
-            from jaxllm.serving.images.files import taken_apart
+            from jaxllm.serving.images.prompt import split_images
 
-            plain, files = taken_apart(messages)
+            plain, files = split_images(messages)
             prompt, rows = self.image_rows(tokenizer.encode_chat(plain, now=datetime.now()), files)
         return self.stream(prompt, config, session=session, rows=rows)
 

@@ -204,7 +204,16 @@ class Request:
             )
         ids = self.prompt
         if self.rows is not None:
-            self._require_rows(runner)
+            if not getattr(runner.options, "prompt_rows", False):
+                raise ConfigError(
+                    "rows in place of tokens need buckets of their own: open the engine with "
+                    "EngineOptions(prompt_rows=True)"
+                )
+            if self.sliding is not None:
+                raise ConfigError(
+                    "an answer to rows in place of tokens cannot outgrow the context: its tokens are fed "
+                    "again where they come to stand, and rows are never made of tokens; ask without `sliding`"
+                )
             ids = [0, *np.delete(self.prompt, self.rows.at).tolist()]
         worst = max(ids) if min(ids) >= 0 else min(ids)
         if not 0 <= worst < vocab:
@@ -215,18 +224,6 @@ class Request:
             raise ConfigError(
                 f"{self.sliding.sink_tokens} tokens cannot stay where a context of {window} slides: at most "
                 f"{max(0, most)} may; ask for fewer, or for a longer --context"
-            )
-
-    def _require_rows(self, runner: Runner) -> None:
-        if not getattr(runner.options, "prompt_rows", False):
-            raise ConfigError(
-                "rows in place of tokens need buckets of their own: open the engine with "
-                "EngineOptions(prompt_rows=True)"
-            )
-        if self.sliding is not None:
-            raise ConfigError(
-                "an answer to rows in place of tokens cannot outgrow the context: its tokens are fed again "
-                "where they come to stand, and rows are never made of tokens; ask without `sliding`"
             )
 
     def _require_source(self, runner: Runner) -> None:

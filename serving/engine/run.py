@@ -112,7 +112,7 @@ class Run:
       timings: times of the answer.
       stage: kind of its next step.
       dispatched: kind of its last step; None before the first has ended.
-      taken_whole: whether `result` ran it from first step to last, without pauses of the caller.
+      uninterrupted: whether `result` ran it from first step to last, without pauses of the caller.
     """
 
     # Class attributes, because `__del__` needs them even if `__init__` failed.
@@ -148,7 +148,7 @@ class Run:
         self.finish_reason: Literal["stop", "length"] | None = None
         self.stop_string: str | None = None
         self.seed, self.timings = request.seed, Timings()
-        self.taken_whole = False
+        self.uninterrupted = False
         self.session = Session() if session is None else session
         self.decoding = decoding
         self.stops = TextStream(tokenizer, config.stop)
@@ -265,15 +265,11 @@ class Run:
         del self.session.tokens[len(self.sequence) :]
         self.last_token = np.array(block[-1:], np.int32)
         self.timings.total_ms = self.elapsed_ms
-        self._push(piece)
+        self.pieces += [piece] if piece else []
 
     def flush(self) -> None:
         """Releases the withheld text after the answer has ended."""
         piece = self.stops.flush()
         self.stop_string = self.stops.matched
         self.timings.total_ms = self.elapsed_ms
-        self._push(piece)
-
-    def _push(self, piece: str) -> None:
-        if piece:
-            self.pieces.append(piece)
+        self.pieces += [piece] if piece else []

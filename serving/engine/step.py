@@ -14,21 +14,18 @@ objective are planned first (`jaxllm.serving.elastic.planner`).
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
 
 import numpy as np
 
 from jaxllm.errors import ContextGone, JaxllmError, NotFinite
 from jaxllm.sampling_state import NO_TOKEN
 from jaxllm.serving.engine.decoding import pace
-from jaxllm.serving.engine.request import Fed, Sliding, kept_tokens, slid
+from jaxllm.serving.engine.request import Sliding, kept_tokens, slid
 from jaxllm.serving.engine.run import Dispatched, Run
-from jaxllm.serving.host.forked import require_not_forked
+from jaxllm.serving.host.machine import require_not_forked
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow
-
-if TYPE_CHECKING:
-    from jaxllm.kv.cache import KVCache
 
 
 def step(*running: Run) -> Run:
@@ -58,7 +55,9 @@ def step(*running: Run) -> Run:
             case "decode":
                 _dispatch(run, _decode)
             case "finish":
-                _finish(run)
+                _end(run)
+                run.dispatched = Dispatched("finish")
+                run.lifecycle.finish(run)
     except BaseException:
         fail(run)
         raise
@@ -96,8 +95,18 @@ def decode_together(runs: Sequence[Run], most_tokens: int | None = None) -> None
         assert run.runner.batch is not None, "a run is not batchable"
         families.setdefault(id(run.runner.batch.family), []).append(run)
     for each in families.values():
+        before = [len(run.tokens) for run in each]
         try:
-            _decode_family(each, most_tokens)
+            with each[0].runner.lock:
+                errors = _dispatch_batch([run for run in each if batchable(run)], most_tokens)
+            for run, tokens in zip(each, before, strict=True):
+                try:
+                    if run in errors:
+                        raise errors[run]
+                    _after_dispatch(run, tokens)
+                except JaxllmError as error:
+                    run.closed_because = error
+                    fail(run)
         except BaseException:
             for run in each:
                 fail(run)
@@ -128,6 +137,54 @@ def fail(run: Run) -> None:
     run.lifecycle.failed(run)
 
 
+class Answer(Run, Iterator[str]):
+    """A streamed answer: iterate for pieces of text, then read its attributes (see `Run`).
+
+    Each dispatch acquires the model's lock (`Runner.lock`), which is free between dispatches: answers of
+    one or several threads take turns. Another thread may close an answer.
+    """
+
+    def __next__(self) -> str:
+        require_not_forked()
+        try:
+            while True:
+                with self.runner.lock:
+                    if self.pieces:
+                        piece = self.pieces.popleft()
+                        self.text += piece
+                        return piece
+                    if self.closed_because is not None:
+                        raise self.closed_because
+                    if self.stage == "ended":
+                        raise StopIteration
+                step(self)
+        except StopIteration:
+            raise
+        except BaseException:
+            fail(self)
+            raise
+
+    def result(self) -> Self:
+        """Runs to the end and returns itself."""
+        if self.stage == "begin":
+            self.uninterrupted = True
+        for _ in self:
+            pass
+        return self
+
+    def close(self, because: JaxllmError | None = None) -> None:
+        """Ends the answer; the tokens so far stay in the session.
+
+        Args:
+          because: error to raise on further iteration; None to end the iteration.
+        """
+        close(self, because)
+
+    def __del__(self) -> None:
+        # Release what the answer locks, wherever it was dropped or interrupted.
+        self.lifecycle.dropped(self)
+
+
 def _dispatch(run: Run, work: Callable[[Run], None]) -> None:
     tokens = len(run.tokens)
     with run.runner.lock:
@@ -156,8 +213,15 @@ def _begin(run: Run) -> None:
     if session.weights_version != runner.weights_version:
         # A cache from other weights is stale, and one from another level has other shapes.
         cached, cache, fed, session.weights_version = [], None, None, runner.weights_version
+    room = run.decoding.cache_tokens(len(prompt))
     if fed is not None and cache is not None:
-        _go_on(run, fed, cached, cache)
+        # The first chunk is already in the cache.
+        session.cache, session.tokens = runner.make_room(cache, room), cached
+        run.reused_tokens, run.chunks = fed.first, collections.deque(fed.rest)
+        run.prefill_mode, run.dispatched = fed.chunk.mode, Dispatched("prefill", fed.chunk)
+        run.stage = "prefill"
+        if not fed.rest:
+            _sample_first(run, fed.logits)
         return
     source = run.request.source
     reads = source is not None and (cache is None or session.source != source)
@@ -166,7 +230,6 @@ def _begin(run: Run) -> None:
         cached = []
     # Always feed the last token: its logits give the answer's first token.
     run.reused_tokens = session.reusable(prompt[:-1], cached)
-    room = run.decoding.cache_tokens(len(prompt))
     cache = runner.start(room) if cache is None else cache
     cache = runner.make_room(cache, room)
     session.cache = runner.read_source(cache, source) if source is not None and reads else cache
@@ -181,17 +244,6 @@ def _begin(run: Run) -> None:
     run.prefill_mode = run.chunks[0].mode
     run.stage = "prefill"
     _prefill(run)
-
-
-def _go_on(run: Run, fed: Fed, cached: list[int], cache: "KVCache") -> None:
-    """Begins a run whose first chunk is already in the cache."""
-    room = run.decoding.cache_tokens(len(run.sequence))
-    run.session.cache, run.session.tokens = run.runner.make_room(cache, room), cached
-    run.reused_tokens, run.chunks = fed.first, collections.deque(fed.rest)
-    run.prefill_mode, run.dispatched = fed.chunk.mode, Dispatched("prefill", fed.chunk)
-    run.stage = "prefill"
-    if not fed.rest:
-        _sample_first(run, fed.logits)
 
 
 def _prefill(run: Run) -> None:
@@ -241,11 +293,7 @@ def _decode(run: Run) -> None:
 
 def _decode_from(run: Run, limit: int) -> tuple[list[int], BatchRow]:
     """Inputs of a run's next block of at most `limit` tokens: the tokens in its cache, and the arguments of
-    the dispatch. The session has no cache until `_decoded`.
-
-    Raises:
-      ContextGone: the cache was computed by other weights.
-    """
+    the dispatch. The session has no cache until `_decoded`."""
     _require_same_weights(run)
     cached, cache = run.session.take()
     cache = run.runner.make_room(cache, run.decoding.cache_tokens(len(cached) + limit))
@@ -255,12 +303,7 @@ def _decode_from(run: Run, limit: int) -> tuple[list[int], BatchRow]:
 
 
 def _decoded(run: Run, cached: list[int], found: DecodedRow) -> None:
-    """Adds a block to a run, and checks whether it has ended.
-
-    Raises:
-      NotFinite: the block has `NO_TOKEN`.
-      JaxllmError: see `Runner.require_usable`.
-    """
+    """Adds a block to a run, and checks whether it has ended."""
     session, run.sampler = run.session, found.sampler
     session.cache, session.tokens = found.cache, [*cached, run.tokens[-1], *found.tokens[:-1]]
     _count_states(run)
@@ -289,12 +332,6 @@ def _check_end(run: Run) -> None:
     if run.finish_reason is not None:
         run.flush()
         run.stage = "finish"
-
-
-def _finish(run: Run) -> None:
-    _end(run)
-    run.dispatched = Dispatched("finish")
-    run.lifecycle.finish(run)
 
 
 def _end(run: Run) -> None:
@@ -329,11 +366,7 @@ def _require_same_weights(run: Run) -> None:
 
 
 def _finite(run: Run, block: list[int]) -> list[int]:
-    """Checks that a block has no `NO_TOKEN`, and returns it.
-
-    Raises:
-      NotFinite: it has one.
-    """
+    """Returns a block, which must not have `NO_TOKEN`."""
     if NO_TOKEN in block:
         # Keys and values may not be finite, either: drop them.
         run.session.take()
@@ -342,21 +375,6 @@ def _finite(run: Run, block: list[int]) -> list[int]:
             "else the weights are damaged or overflow, so prepare the model again, or with wider weights"
         )
     return block
-
-
-def _decode_family(runs: Sequence[Run], most_tokens: int | None) -> None:
-    """`decode_together` of runs that share a dispatch."""
-    before = [len(run.tokens) for run in runs]
-    with runs[0].runner.lock:
-        errors = _dispatch_batch([run for run in runs if batchable(run)], most_tokens)
-    for run, tokens in zip(runs, before, strict=True):
-        try:
-            if run in errors:
-                raise errors[run]
-            _after_dispatch(run, tokens)
-        except JaxllmError as error:
-            run.closed_because = error
-            fail(run)
 
 
 def _dispatch_batch(runs: Sequence[Run], most_tokens: int | None) -> dict[Run, JaxllmError]:

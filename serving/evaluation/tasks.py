@@ -1,6 +1,9 @@
-"""Runs a model on tasks: options scored in batches, free answers generated greedily; writes results."""
+"""Runs a model on tasks: scores options, many questions a dispatch, each fed once for all of its options;
+generates free answers greedily; writes results.
+"""
 
 import dataclasses
+import functools
 import json
 import string
 import time
@@ -12,17 +15,87 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.errors import ConfigError
+from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.files.atomic import atomic_file
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.evaluation.scoring import score_options
 from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.runners.runner import prefill_prompt
+from jaxllm.serving.runners.scorer import Scorer
+from jaxllm.steps.branching import Branching, cut, row_lengths, score_pieces
 from jaxllm.tasks import TASKS, Task, find_task
 from jaxllm.tasks.example import DataMissing, TaskExample, pseudo_random
 from jaxllm.tasks.questions import branching
 from jaxllm.tasks.rouge import require_rouge, rouge
 from jaxllm.text.prompts import end_of_turn_id, prompt_ids
+
+
+def score_options(
+    engine: Engine,
+    questions: Sequence[Branching],
+    *,
+    progress: Progress | None = None,
+    stage: str = "score",
+) -> list[np.ndarray]:
+    """Log-probability (natural, summed over tokens) of every branch of every question.
+
+    Keys and values stay within a dispatch, in the activations' dtype; an engine's cache may be narrower. An
+    engine with integer prefill prefills each trunk in integers, and feeds its branches after it in the cache.
+
+    Args:
+      engine: the model, with its weights at the width that it serves.
+      questions: any number, in any order.
+      progress: callback for (`stage`, tokens scored, tokens in all).
+      stage: name of the progress.
+
+    Returns:
+      For each question `[branches]` float64.
+
+    Raises:
+      ContextOverflow: a trunk with a branch is longer than the context.
+    """
+    context = engine.options.context_tokens
+    longest = max((question.longest_tokens for question in questions), default=0)
+    if longest > context:
+        raise ContextOverflow(
+            f"a question has {longest} tokens with its answer, the context has {context}; leave it out, or "
+            "ask for a longer --context"
+        )
+    scorer: Scorer = Scorer(engine.runner)
+    if scorer.runner.int8 is not None:
+        return _behind_prompts(scorer, questions, progress, stage)
+    pieces = cut(questions, row_lengths(context))
+    rows = scorer.prepare_branches(pieces, progress)
+    on_scored = None if progress is None else functools.partial(progress, stage)
+    return score_pieces(questions, pieces, rows, scorer.score_branches, on_scored)
+
+
+def _behind_prompts(
+    scorer: Scorer, questions: Sequence[Branching], progress: Progress | None, stage: str
+) -> list[np.ndarray]:
+    """`score_options` with trunks prefilled as prompts are."""
+    runner = scorer.runner
+    context = runner.options.context_tokens
+    scorer.prepare_ends(runner.cache_for(context), progress)
+    for question in questions:
+        runner.time_prompt(len(question.trunk), context - len(question.trunk))
+    found, done, total = [], 0, sum(question.fed_tokens for question in questions)
+    for question in questions:
+        logits, cache = prefill_prompt(runner, runner.start(context), question.trunk, 0)
+        row, sums = np.asarray(logits, np.float64)[0], []
+        normalizer = np.logaddexp.reduce(row)
+        for branch in question.branches:
+            score = row[branch[0]] - normalizer
+            if len(branch) > 1:
+                more, cache = scorer.score_end(branch[:-1], branch[1:], cache)
+                score += more.sum(dtype=np.float64)
+            sums.append(score)
+        found.append(np.array(sums))
+        done += question.fed_tokens
+        if progress is not None:
+            progress(stage, done, total)
+    return found
+
 
 Prediction = dict[str, Any]
 ALL = "all"
@@ -81,29 +154,18 @@ def read_questions(names: Sequence[str], data: Path, limit: int = 0) -> Question
     Raises:
       ConfigError: a task is unknown, its file is missing or malformed, or it has no question.
     """
-    found = read_task_group(list(TASKS), data, limit) if ALL in names else Questions(examples={})
-    asked = [name for name in dict.fromkeys(names) if name != ALL]
-    examples = found.examples | {name: _read(name, data, limit) for name in asked}
-    return Questions(examples=examples, missing=found.missing)
-
-
-def read_task_group(names: Sequence[str], data: Path, limit: int = 0) -> Questions:
-    """`read_questions` for tasks with files in `data`.
-
-    Raises:
-      ConfigError: `data` has files of none of them, or see `read_questions`.
-    """
     examples, missing = {}, []
-    for name in names:
+    for name in TASKS if ALL in names else ():
         try:
             examples[name] = _read(name, data, limit)
         except DataMissing:
             missing.append(name)
-    if not examples:
+    if ALL in names and not examples:
         raise ConfigError(
             f"{data} has files of no task; give the folder that holds tasks/, with a task's files, such as "
             "tasks/sst2/valid.jsonl"
         )
+    examples |= {name: _read(name, data, limit) for name in dict.fromkeys(names) if name != ALL}
     return Questions(examples=examples, missing=tuple(missing))
 
 
@@ -203,16 +265,14 @@ def _read(name: str, data: Path, limit: int) -> list[TaskExample]:
     examples = list(find_task(name).read(data, "valid"))
     if not examples:
         raise ConfigError(f"{data} has no validation question of the task {name!r}")
-    return _sample(examples, limit) if limit else examples
+    if not limit:
+        return examples
+    return sorted(examples, key=lambda each: pseudo_random(f"{each.user}\0{each.answer}"))[:limit]
 
 
 def _asked(task: Task, example: TaskExample) -> Prediction:
     asked = {"task": task.name, "question": example.user, "answer": example.answer}
     return asked | ({"references": list(example.references)} if len(example.references) > 1 else {})
-
-
-def _sample(examples: list[TaskExample], limit: int) -> list[TaskExample]:
-    return sorted(examples, key=lambda each: pseudo_random(f"{each.user}\0{each.answer}"))[:limit]
 
 
 def _first_word(text: str) -> str:

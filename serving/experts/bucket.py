@@ -14,11 +14,15 @@ from jaxllm.serving.buckets.bucket import (
     Bucket,
     ModelShapes,
     TokensBucket,
+    any_expert,
+    expert_norm,
+    expert_parts,
+    layer_params,
     mass_shape,
     position_shapes,
+    router_params,
 )
-from jaxllm.serving.buckets.layer import OfLayerBucket, layer_chunk_shapes
-from jaxllm.serving.buckets.parts import any_expert, expert_norm, expert_parts, layer_params, router_params
+from jaxllm.serving.buckets.model import OfLayerBucket, layer_chunk_shapes
 from jaxllm.steps.sparse_layers import (
     SparseLayer,
     attend_layer,

@@ -14,7 +14,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.native import WeightTable
 from jaxllm.models.parameters import sparse_layers
 from jaxllm.quant import BlockedArray, Weight
-from jaxllm.serving.buckets.parts import EXPERT_PARTS, HIGH, NESTED, expert_parts
+from jaxllm.serving.buckets.bucket import EXPERT_PARTS, HIGH, NESTED, expert_parts
 
 # Index among the sparse layers, expert.
 Key = tuple[int, int]

@@ -15,7 +15,7 @@ from jaxllm.experts.prediction import POLICIES, PathCounts, TokenExperts, learn,
 from jaxllm.experts.routing import high_alone
 from jaxllm.models.parameters import head_name
 from jaxllm.quant import Weight
-from jaxllm.serving.buckets.parts import HIGH, any_expert
+from jaxllm.serving.buckets.bucket import HIGH, any_expert
 from jaxllm.serving.experts.cache import ExpertCache
 from jaxllm.serving.experts.store import ExpertStore, PlaneKey, hot_bytes
 from jaxllm.serving.ground.expert_options import PREDICTORS, ExpertOptions

@@ -108,10 +108,14 @@ def open_tokenizer(files: TokenizerFiles) -> Tokenizer:
     text = files.tokenizer_json.encode(errors="surrogatepass")
     if len(text) < _MIN_TEXT_BYTES:
         return Tokenizer(files)
-    path = _path(text)
-    kept = _read(path)
-    if kept is not None:
-        return Tokenizer(files, ordinary=kept)
+    # The verdict depends on the code of the check.
+    digest = hashlib.blake2b(Path(tokenizer_bounds.__file__).read_bytes(), digest_size=16)
+    digest.update(hashlib.blake2b(text, digest_size=32).digest())
+    path = cache_folder() / "tokenizers" / digest.hexdigest()
+    with contextlib.suppress(OSError, ConfigError), private_file(path) as number:
+        kept = {_ORDINARY: True, _UNKNOWN: False}.get(os.read(number, 16))
+        if kept is not None:
+            return Tokenizer(files, ordinary=kept)
     ordinary = tokenizer_bounds.is_ordinary(files.tokenizer_json)
     tokenizer = Tokenizer(files, ordinary=ordinary)
     try:
@@ -220,19 +224,3 @@ def _sampled_digest(path: Path, size: int) -> str:
 
 def _digest(parts: list[str]) -> str:
     return hashlib.sha256(os.fsencode("\0".join(parts))).hexdigest()[:32]
-
-
-def _path(text: bytes) -> Path:
-    """The path of a text's cached verdict, which depends on the code of the check."""
-    digest = hashlib.blake2b(Path(tokenizer_bounds.__file__).read_bytes(), digest_size=16)
-    digest.update(hashlib.blake2b(text, digest_size=32).digest())
-    return cache_folder() / "tokenizers" / digest.hexdigest()
-
-
-def _read(path: Path) -> bool | None:
-    """The cached verdict; None if there is none that can be trusted."""
-    try:
-        with private_file(path) as number:
-            return {_ORDINARY: True, _UNKNOWN: False}.get(os.read(number, 16))
-    except (OSError, ConfigError):
-        return None

@@ -198,7 +198,6 @@ class EngineOptions:
 
 
 def _chunk_lengths(cfg: ModelConfig, *, on_cpu: bool, exact: bool) -> tuple[int, ...]:
-    """Default chunk lengths."""
     if not on_cpu:
         return _ACCELERATOR_CHUNK_TOKENS
     if not exact:

@@ -1,8 +1,7 @@
 """Detokenizes token streams, and stops them at strings.
 
-`Detokenizer` turns ids into text of whole characters, `StopMatcher` withholds text that may begin a stop
-string, and `TextStream` chains both. All three are host-side state of one answer, at constant cost per
-token.
+`Detokenizer` turns ids into text of whole characters, and `TextStream` withholds of it what may begin a stop
+string. Both are host-side state of one answer, at constant cost per token.
 
 The detokenizer follows the prefix and read offsets of Hugging Face's text-generation-inference: it decodes a
 few already shown tokens together with the new ones, and shows the text that the new ones added.
@@ -105,8 +104,8 @@ class Detokenizer:
         return withheld
 
 
-class StopMatcher:
-    """Ends a text at the first of several stop strings, which is not shown.
+class TextStream:
+    """Turns the token ids of one answer into text, up to the first of some stop strings, which is not shown.
 
     The first string to be complete stops the text; of several that become complete with the same character,
     the one that began first. So the result does not depend on how the text was split. Text that may begin a
@@ -114,12 +113,14 @@ class StopMatcher:
 
     Attributes:
       matched: the stop string that was found, or None.
+      consumed_tokens: number of consumed ids, up to and including the one that completed a stop string; ids
+        pushed after that one are not part of the answer.
 
     Raises:
       ConfigError: there are more than 16 strings, or one is empty or longer than 256 characters.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str] = ()) -> None:
         if isinstance(stops, str):
             raise ConfigError(f"stop strings must be a list, got the text {stops!r:.80}; write [text]")
         if len(stops) > MAX_STOPS:
@@ -129,67 +130,15 @@ class StopMatcher:
                 raise ConfigError(
                     f"a stop string must have 1 to {MAX_STOP_CHARACTERS} characters, got {stop!r:.80}"
                 )
-        self._stops = tuple(dict.fromkeys(stops))
+        self._detokenizer, self._stops = Detokenizer(tokenizer), tuple(dict.fromkeys(stops))
         self._withheld = ""
         self.matched: str | None = None
-
-    def push(self, text: str) -> tuple[str, bool]:
-        """Returns the text that can be shown now, and whether a stop string was found (no text follows)."""
-        if self.matched is not None:
-            return "", True
-        text = self._withheld + text
-        # The withheld text has no complete stop string, so each first match is the first of the answer.
-        found = [(text.find(stop), stop) for stop in self._stops]
-        ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
-        if ends:
-            _, start, self.matched = min(ends)
-            self._withheld = ""
-            return text[:start], True
-        shown = len(text) - self._open_length(text)
-        self._withheld = text[shown:]
-        return text[:shown], False
-
-    def flush(self) -> str:
-        """Returns the withheld text at the end of the answer."""
-        withheld, self._withheld = self._withheld, ""
-        return withheld
-
-    def _open_length(self, text: str) -> int:
-        """Number of characters at the end of `text` that may begin a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for length in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:length]):
-                    longest = length
-                    break
-        return longest
-
-
-class TextStream:
-    """Turns the token ids of one answer into text, up to the first stop string.
-
-    Attributes:
-      consumed_tokens: number of consumed ids, up to and including the one that completed a stop string; ids
-        pushed after that one are not part of the answer.
-
-    Raises:
-      ConfigError: as `StopMatcher`.
-    """
-
-    def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str] = ()) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
-        self._matcher = StopMatcher(stops)
         self.consumed_tokens = 0
 
     @property
     def stopped(self) -> bool:
         """Whether a stop string was found."""
-        return self._matcher.matched is not None
-
-    @property
-    def matched(self) -> str | None:
-        """The stop string that was found, or None."""
-        return self._matcher.matched
+        return self.matched is not None
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` add, without withheld text; "" once stopped."""
@@ -198,13 +147,33 @@ class TextStream:
             if self.stopped:
                 break
             self.consumed_tokens += 1
-            piece, _ = self._matcher.push(self._detokenizer.push((token,)))
-            pieces.append(piece)
+            pieces.append(self.push_text(self._detokenizer.push((token,))))
         return "".join(pieces)
+
+    def push_text(self, text: str) -> str:
+        """The part of `text`, and of the text withheld before it, that can be shown now."""
+        if self.stopped:
+            return ""
+        text = self._withheld + text
+        # The withheld text has no complete stop string, so each first match is the first of the answer.
+        found = [(text.find(stop), stop) for stop in self._stops]
+        ends = [(start + len(stop), start, stop) for start, stop in found if start >= 0]
+        if ends:
+            _, start, self.matched = min(ends)
+            self._withheld = ""
+            return text[:start]
+        lengths = (
+            length
+            for stop in self._stops
+            for length in range(1, min(len(stop), len(text) + 1))
+            if text.endswith(stop[:length])
+        )
+        shown = len(text) - max(lengths, default=0)
+        self._withheld = text[shown:]
+        return text[:shown]
 
     def flush(self) -> str:
         """Returns the withheld text at the end of the answer."""
-        if self.stopped:
-            return ""
-        piece, stopped = self._matcher.push(self._detokenizer.flush())
-        return piece if stopped else piece + self._matcher.flush()
+        shown = self.push_text(self._detokenizer.flush())
+        withheld, self._withheld = self._withheld, ""
+        return shown + withheld

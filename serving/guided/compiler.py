@@ -152,7 +152,16 @@ class Matcher:
             return
         waited_s, self._asked_s = time.monotonic() - self._asked_s, None
         try:
-            self._set(*self._state(waited_s))
+            if self.channel is None:
+                raise self._failure or WorkerEnded("its process has ended")
+            try:
+                reply = _reply(self.channel, STEP_S, "a token was taken", waited_s)
+            except WorkerEnded:
+                self._compiled.counts["ended"] += 1
+                raise
+            if not reply[0]:
+                raise ValueError(reply[1:].decode())
+            self._set(*parsed_state(reply[1:]))
         except WorkerLate as error:
             raise GrammarLate(
                 f"the grammar cannot be followed after {self._taken} tokens now: {error}; ask again"
@@ -162,19 +171,6 @@ class Matcher:
                 f"the grammar cannot be followed after {self._taken} tokens: {one_line(error)}; use a "
                 "simpler one"
             ) from error
-
-    def _state(self, waited_s: float) -> tuple[bool, bool, list[int], bytes]:
-        """The state after the sent tokens (see `parsed_state`), after waiting for it for `waited_s`."""
-        if self.channel is None:
-            raise self._failure or WorkerEnded("its process has ended")
-        try:
-            reply = _reply(self.channel, STEP_S, "a token was taken", waited_s)
-        except WorkerEnded:
-            self._compiled.counts["ended"] += 1
-            raise
-        if not reply[0]:
-            raise ValueError(reply[1:].decode())
-        return parsed_state(reply[1:])
 
     @property
     def complete(self) -> bool:
@@ -339,14 +335,14 @@ class GrammarCompiler:
     def _compiled(self, grammar: Grammar, stops: np.ndarray) -> CompiledGrammar:
         """See `matcher`."""
         control, text_tokens = self._forked(), self._tokenizer.vocab_size
-        request = {
-            "kind": grammar.kind,
-            "text": bounded_space(grammar.text) if grammar.kind == "lark" else grammar.text,
-            "text_tokens": text_tokens,
-            "completed": grammar.completed,
-            "stop_ids": stops.tolist(),
-        }
         try:
+            request = {
+                "kind": grammar.kind,
+                "text": bounded_space(grammar.text) if grammar.kind == "lark" else grammar.text,
+                "text_tokens": text_tokens,
+                "completed": grammar.completed,
+                "stop_ids": stops.tolist(),
+            }
             with contextlib.suppress(OSError):  # A process that has ended is found by `_reply`.
                 send(control, json.dumps(request).encode())
             reply = json.loads(_reply(control, COMPILE_S, "it was compiled"))
@@ -355,10 +351,11 @@ class GrammarCompiler:
             first = _reply(control, COMPILE_S, "it was compiled")
         except BaseException as error:
             control.close()
-            self.counts["ended" if isinstance(error, WorkerEnded) else "refused"] += 1
+            ended = isinstance(error, WorkerEnded)
+            self.counts["ended" if ended else "refused"] += 1
             if isinstance(error, WorkerLate):
                 raise
-            if isinstance(error, WorkerEnded):
+            if ended:
                 raise ConfigError(
                     f"the grammar ({grammar.kind}) is too complex: {error}; use a smaller one, with fewer "
                     "definitions, repetitions and alternatives"
@@ -379,12 +376,7 @@ class GrammarCompiler:
         return compiled
 
     def _forked(self) -> socket.socket:
-        """The socket of a new process for a grammar; starts the first process if necessary.
-
-        Raises:
-          ConfigError: the tokenizer cannot be used, or llguidance is not installed.
-          WorkerLate: no process can be started.
-        """
+        """The socket of a new process for a grammar; starts the first process if necessary."""
         with self._starting:
             for _ in range(2):
                 if self._control is None or self._owner != os.getpid():
@@ -406,7 +398,7 @@ class GrammarCompiler:
         raise WorkerLate("the process for grammars ends as soon as it is started, or can fork no other")
 
     def _started(self) -> socket.socket:
-        """The socket of a new first process; for errors see `_forked`."""
+        """The socket of a new first process."""
         if importlib.util.find_spec("llguidance") is None:
             raise ConfigError(
                 "grammars need the package llguidance; install it with: pip install 'jaxllm[serve]'"
@@ -466,11 +458,7 @@ class GrammarCompiler:
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Two connected sockets.
-
-    Raises:
-      WorkerLate: this process has no file descriptor left.
-    """
+    """Two connected sockets; WorkerLate if this process has no file descriptor left."""
     try:
         return socket.socketpair()
     except OSError as error:
@@ -478,12 +466,7 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def _handed(control: socket.socket) -> socket.socket:
-    """Lets a process fork another, and returns that one's socket.
-
-    Raises:
-      WorkerEnded: that process is gone.
-      WorkerLate: this process has no file descriptor left.
-    """
+    """Lets a process fork another, and returns that one's socket; WorkerEnded if it is gone."""
     ours, theirs = _socket_pair()
     with theirs:
         try:

@@ -1,10 +1,14 @@
-"""Defines grammars of callers, and refuses those of unbounded cost.
+"""Defines grammars of callers, refuses those of unbounded cost, and narrows JSON schemas so that answers end.
 
-llguidance, which compiles grammars, limits most of its work itself (see `jaxllm.serving.guided.compiler`).
-It does not limit the search whether an intersection of expressions matches anything: some lines keep it
-busy for hours, when they are compiled or in the middle of an answer. It also follows the definitions of a
-grammar by recursion. Causes of such searches, and long chains of definitions, are refused here; Lark grammars
-are read as far as that needs: which rules name which, and the schemas inside.
+llguidance, which compiles grammars, limits most of its work itself, and the processes that run it have limits
+of time, memory and stack (see `jaxllm.serving.guided.compiler`). It does not limit the search whether an
+intersection of expressions matches anything: some lines keep it busy for hours, when they are compiled or in
+the middle of an answer. Causes of such searches are refused here, before an answer begins.
+
+In a schema, an open object lets a small model add keys until its answer is cut, an unbounded number lets it
+add digits, and a recursive definition lets it nest. So objects are closed, numbers and depth limited: each
+recursive definition is written out once for each depth, and nothing matches it below the last. Every match of
+the narrowed schema matches the schema.
 """
 
 import dataclasses
@@ -12,9 +16,9 @@ import decimal
 import json
 import math
 import re
-import urllib.parse
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import Any, Literal, get_args
+from urllib.parse import quote, unquote
 
 from jaxllm.errors import ConfigError, one_line
 from jaxllm.serving.guided.worker import WHITE_SPACE
@@ -26,20 +30,35 @@ MAX_GRAMMAR_BYTES = 1 << 16
 MAX_COMMON_MULTIPLE = 10_000
 _ESCAPE = re.compile(r"\\u([0-9a-fA-F]{4})")
 _MULTIPLE = re.compile(r'"multipleOf"\s*:\s*([^\s,}\]]*)')
-# Schemas of users have some 50; a compiler's stack holds some 2,500.
-MAX_PATH = 1500
-# Their values are no schemas.
-_PLAIN = frozenset({"const", "enum", "default", "examples", "example"})
-Node = TypeVar("Node", bound=Hashable)
 # Strings, special tokens, comments and expressions, in which nothing is a name; a schema follows `%json`. As
 # llguidance reads them: an expression may have line breaks, and special tokens slashes. What does not end
 # goes on as far as it may, and all are possessive, because these texts are made to cost time.
 _OPAQUE = re.compile(
     r'"(?:\\.|[^"\\\n])*+"?|<[^<>\s]++>|(?://|#)[^\n]*+|/(?:\\[\s\S]|[^/\\])++/?|%json\b\s*+'
 )
-_DEFINITION = re.compile(r"^[ \t]*+[?!]?([A-Za-z_]\w*+)[^\n:|]*+:", re.MULTILINE)
-_NAME = re.compile(r"[A-Za-z_]\w*")
 _SPACE_KEYS = frozenset({"whitespace_pattern", "whitespace_flexible"})
+# Keys of schemas within a schema: single ones, lists, and mappings by names.
+_ALONE = frozenset(
+    {
+        "items", "additionalItems", "additionalProperties", "contains", "not", "if", "then", "else",
+        "propertyNames", "unevaluatedItems", "unevaluatedProperties",
+    }
+)  # fmt: skip
+_LISTS = frozenset({"allOf", "anyOf", "oneOf", "prefixItems", "items"})
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+# Keywords that take part in defining an object's properties; an object may be closed if it has only one.
+_PARTS = ("properties", "$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "dependentSchemas", "not")
+_OPEN = ("additionalProperties", "unevaluatedProperties", "patternProperties")
+# Annotations without effect on matches.
+_NOTES = frozenset({"title", "description", "examples", "default", "$comment", "$schema"})
+# Largest integer that every JSON reader represents exactly; for other numbers the largest one and the finest
+# step that llguidance has expressions for.
+_INTEGER, _NUMBER, _STEP = 2**53 - 1, 10**15, 1e-9
+_LEAST, _MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+DEPTH = 6
+# Longer recursive definitions stay unchanged: their copies would take too long to compile.
+_MOST_CHARS = 8192
+_PLACES = ("$defs", "definitions")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,10 +109,8 @@ class Grammar:
                 raise ConfigError(f"the schema is not JSON: {one_line(error)}; send a JSON object") from error
             if not isinstance(schema, dict | bool):
                 raise ConfigError(f"a schema must be a JSON object, got {self.text!r:.80}")
-            _require_short_schema(schema)
         if self.kind == "lark":
             _require_plain_lark(self.text)
-            _require_short_lark(self.text)
         if self.kind != "regex":
             _require_small_multiples(self.text)
 
@@ -109,59 +126,6 @@ def bounded_space(text: str) -> str:
         return f"%json {json.dumps(value | {'x-guidance': {'whitespace_pattern': WHITE_SPACE} | own})}"
 
     return _replaced(text, bounded)
-
-
-def _require_short_lark(text: str) -> None:
-    """Checks that the rules of a Lark grammar, and the schemas inside, do not name each other in too long a
-    chain."""
-    plain = _replaced(text, lambda part, value: " ")
-    names: dict[str, set[str]] = {}
-    definitions = list(_DEFINITION.finditer(plain))
-    ends = [*(each.start() for each in definitions[1:]), len(plain)]
-    for each, end in zip(definitions, ends, strict=False):
-        names.setdefault(each[1], set()).update(_NAME.findall(plain[each.end() : end]))
-    longest = _longest(names, lambda name: (each for each in names[name] if each in names))
-    if longest > MAX_PATH:
-        raise ConfigError(
-            f"the grammar's rules name each other in a chain of {longest}; at most {MAX_PATH} are supported: "
-            "write some of them out"
-        )
-    for *_, value in _opaque(text):
-        if value is not None:
-            _require_short_schema(value)
-
-
-def _require_short_schema(schema: Any) -> None:
-    """Checks that the parts and definitions of a JSON schema do not lead through one another too deep."""
-    values: dict[int, Any] = {id(schema): schema}
-
-    def following(number: int) -> Iterable[int]:
-        for each in _parts(values[number], schema):
-            values[id(each)] = each
-            yield id(each)
-
-    longest = _longest([id(schema)], following)
-    if longest > MAX_PATH:
-        raise ConfigError(
-            f"the schema's parts and definitions lead through one another {longest} deep; at most {MAX_PATH} "
-            "are supported: write some of them out"
-        )
-
-
-def _pointed(schema: Any, reference: str) -> Any:
-    """The target of a reference within a schema; None if there is none."""
-    if not reference.startswith("#"):
-        return None
-    found = schema
-    for part in urllib.parse.unquote(reference[1:]).split("/")[1:]:
-        key = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and key.isdecimal() and int(key) < len(found):
-            found = found[int(key)]
-        elif isinstance(found, dict) and key in found:
-            found = found[key]
-        else:
-            return None
-    return found
 
 
 def _refuse_constant(name: str) -> None:
@@ -215,43 +179,6 @@ def _require_small_multiples(text: str) -> None:
             )
 
 
-def _parts(value: Any, schema: Any) -> list[Any]:
-    """The objects and lists inside a value, and the targets of its references."""
-    inside: list[Any] = []
-    if isinstance(value, list):
-        inside = value
-    elif isinstance(value, dict):
-        inside = [each for key, each in value.items() if key not in _PLAIN]
-        if isinstance(reference := value.get("$ref"), str):
-            inside.append(_pointed(schema, reference))
-    return [each for each in inside if isinstance(each, dict | list)]
-
-
-def _longest(beginnings: Iterable[Node], following: Callable[[Node], Iterable[Node]]) -> int:
-    """The number of nodes on the longest path of a depth-first search, which does not return to nodes being
-    searched."""
-    length: dict[Node, int] = {}
-    for first in beginnings:
-        if first in length:
-            continue
-        length[first] = 1
-        stack = [(first, iter(following(first)))]
-        while stack:
-            node, rest = stack[-1]
-            each = next(rest, None)
-            if each is None:
-                stack.pop()
-                if stack:
-                    above = stack[-1][0]
-                    length[above] = max(length[above], 1 + length[node])
-            elif each not in length:
-                length[each] = 1
-                stack.append((each, iter(following(each))))
-            else:
-                length[node] = max(length[node], 1 + length[each])
-    return max(length.values(), default=0)
-
-
 def _replaced(text: str, change: Callable[[str, Any], str]) -> str:
     """A grammar with its strings, expressions, comments and schemas changed, given these and the values of
     schemas."""
@@ -275,3 +202,161 @@ def _opaque(text: str) -> Iterator[tuple[int, int, Any]]:
                     f"what follows %json at character {match.start()} is not JSON: {one_line(error)}"
                 ) from error
         yield match.start(), at, value
+
+
+def narrowed(schema: Any) -> Any:
+    """A schema whose objects are closed (see `closed`), whose recursive definitions nest six deep (see
+    `unrolled`), and whose numbers have default limits: 2^53 - 1 for integers, 10^15 and 9 decimal places for
+    others."""
+    return _mapped(closed(unrolled(schema)), _bounded)
+
+
+def closed(schema: Any) -> Any:
+    """A schema whose objects are closed if they name their properties, and neither define nor require
+    others. A schema that composes an object of several parts stays open as a whole, because each part would
+    forbid the others'."""
+    composed = False
+
+    def look(value: dict[str, Any]) -> dict[str, Any]:
+        nonlocal composed
+        several = sum(each in value for each in _PARTS) > 1 or len(_list(value, "allOf")) > 1
+        composed = composed or several
+        return value
+
+    def close(value: dict[str, Any]) -> dict[str, Any]:
+        properties, required = value.get("properties"), _list(value, "required")
+        if not isinstance(properties, Mapping) or any(each in value for each in _OPEN):
+            return value
+        if not all(isinstance(each, str) and each in properties for each in required):
+            return value
+        return value | {"additionalProperties": False}
+
+    _mapped(schema, look)
+    return schema if composed else _mapped(schema, close)
+
+
+def without_notes(schema: Any) -> Any:
+    """A schema without titles, descriptions and the like."""
+    return _mapped(schema, lambda value: {key: each for key, each in value.items() if key not in _NOTES})
+
+
+def unrolled(schema: Any) -> Any:
+    """A schema whose recursive definitions nest at most `DEPTH` deep.
+
+    Args:
+      schema: a JSON schema. It is unchanged if it refers to itself as a whole, or into a definition, if its
+        recursive definitions are long, or if the names of their copies are in use.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    names = {
+        f"#/{place}/" + name.replace("~", "~0").replace("/", "~1"): (place, name)
+        for place in _PLACES
+        if isinstance(schema.get(place), Mapping)
+        for name in schema[place]
+    }
+    bodies = {reference: schema[place][name] for reference, (place, name) in names.items()}
+    if not all(unquote(each) in names for each in _references(schema)):
+        return schema
+    uses = {name: {unquote(each) for each in _references(body)} for name, body in bodies.items()}
+    recursive = {name for name in names if name in _reached(name, uses)}
+    copies = {f"{each}.{depth}" for each in recursive for depth in range(DEPTH)}
+    if copies & names.keys() or sum(len(json.dumps(bodies[each])) for each in recursive) > _MOST_CHARS:
+        return schema
+
+    def at(depth: int) -> Callable[[str], str | None]:
+        """Renames references of a definition at a depth; None if they lead too deep."""
+
+        def renamed(reference: str) -> str | None:
+            reference = unquote(reference)
+            if reference not in recursive:
+                return reference
+            return f"{reference}.{depth}" if depth < DEPTH else None
+
+        return renamed
+
+    found = _rewritten({key: each for key, each in schema.items() if key not in _PLACES}, at(0))
+    for place in _PLACES:
+        if isinstance(schema.get(place), Mapping):
+            found[place] = {}
+    for reference, (place, name) in names.items():
+        if reference not in recursive:
+            found[place][name] = _rewritten(bodies[reference], at(0))
+            continue
+        for depth in range(DEPTH):
+            found[place][f"{name}.{depth}"] = _rewritten(bodies[reference], at(depth + 1))
+    return found
+
+
+def _list(value: dict[str, Any], key: str) -> list[Any]:
+    """A list in a schema; empty for other values, which the compiler refuses."""
+    found = value.get(key)
+    return found if isinstance(found, list) else []
+
+
+def _bounded(value: dict[str, Any]) -> dict[str, Any]:
+    kinds = value.get("type")
+    kinds = kinds if isinstance(kinds, list) else [kinds]
+    if "enum" in value or "const" in value or not ("integer" in kinds or "number" in kinds):
+        return value
+    most = _NUMBER if "number" in kinds else _INTEGER
+    given = [value[each] for each in (*_LEAST, *_MOST) if each in value]
+    if not all(isinstance(each, int | float) and abs(each) < most for each in given):
+        return value
+    found = dict(value)
+    if not any(each in value for each in _LEAST):
+        found["minimum"] = -most
+    if not any(each in value for each in _MOST):
+        found["maximum"] = most
+    return {"multipleOf": _STEP} | found if "number" in kinds else found
+
+
+def _mapped(schema: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Any:
+    """A schema with each schema in it, and itself, changed; other values stay."""
+    if not isinstance(schema, dict):
+        return schema
+    found = dict[str, Any]()
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            found[key] = {name: _mapped(each, change) for name, each in value.items()}
+        elif key in _LISTS and isinstance(value, list):
+            found[key] = [_mapped(each, change) for each in value]
+        else:
+            found[key] = _mapped(value, change) if key in _ALONE else value
+    return change(found)
+
+
+def _references(value: Any) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        if isinstance(found := value.get("$ref"), str):
+            yield found
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _references(each)
+
+
+def _reached(first: str, uses: Mapping[str, Set[str]]) -> set[str]:
+    """The definitions reachable from one; includes itself if it is recursive."""
+    found: set[str] = set()
+    rest = list(uses[first])
+    while rest:
+        name = rest.pop()
+        if name not in found:
+            found.add(name)
+            rest += uses[name]
+    return found
+
+
+def _rewritten(value: Any, renamed: Callable[[str], str | None]) -> Any:
+    """A value with its references renamed; those without a name become false, which nothing matches."""
+    if isinstance(value, list):
+        return [_rewritten(each, renamed) for each in value]
+    if not isinstance(value, Mapping):
+        return value
+    found = {key: _rewritten(each, renamed) for key, each in value.items()}
+    if isinstance(reference := value.get("$ref"), str):
+        if (name := renamed(reference)) is None:
+            return False
+        found["$ref"] = quote(name, safe="#/~$")
+    return found

@@ -101,7 +101,9 @@ def serve(descriptor: int) -> None:
     # Otherwise garbage collection would copy the pages that the processes share.
     gc.freeze()
     if own := _forked(control):
-        _bound_memory()
+        with contextlib.suppress(OSError):
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            _bound(resource.RLIMIT_AS, pages * resource.getpagesize() + _MEMORY_BYTES)
         _serve_grammar(own, tokenizer)
 
 
@@ -258,7 +260,6 @@ def _tail(text: bytes) -> bytes:
 
 
 def _source(kind: str, text: str) -> str:
-    """A grammar as input of llguidance."""
     from llguidance import LLMatcher
 
     match kind:
@@ -296,15 +297,8 @@ def _processor_time(seconds: float) -> Any:
 
 
 def _resident_bytes() -> int:
-    """The peak memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _bound_memory() -> None:
-    with contextlib.suppress(OSError):
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        _bound(resource.RLIMIT_AS, pages * resource.getpagesize() + _MEMORY_BYTES)
 
 
 def _bound(limit: int, value: int) -> None:
@@ -323,7 +317,3 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
             return b""
         found += part
     return bytes(found)
-
-
-if __name__ == "__main__":
-    serve(int(sys.argv[1]))

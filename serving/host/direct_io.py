@@ -24,6 +24,8 @@ from jaxllm.errors import CheckpointError, Unreadable
 from jaxllm.options import check_options, option
 
 PAGE = 4096
+# Maximum size of scratch memory that is reused.
+_REUSED_BYTES = 4 << 20
 Caching = Literal["direct", "buffered"]
 # Errors of a file that is missing or not a regular file; all others may be temporary.
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR)
@@ -95,7 +97,6 @@ class PieceReader:
     Attributes:
       size_bytes: size of the file when it was opened.
       caching: caching in use; "buffered" if direct reads were requested but are not supported.
-      bytes_read: bytes read from the file, in whole pages.
     """
 
     def __init__(
@@ -121,7 +122,6 @@ class PieceReader:
         self._path, self._storage = path, storage or Storage()
         self._broken, self._refused = error or CheckpointError, error or Unreadable
         self._lock = threading.Lock()
-        self.bytes_read = 0
         self.caching: Caching = "buffered"
         # Non-blocking, because opening a pipe would wait.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow_links else os.O_NOFOLLOW)
@@ -216,8 +216,6 @@ class PieceReader:
             if done < wanted and done % PAGE and self.caching == "direct":
                 # A direct read continues at whole pages only.
                 done = done // PAGE * PAGE
-        with self._lock:
-            self.bytes_read += done
         return done
 
     def _buffered(self) -> None:
@@ -232,29 +230,24 @@ class PieceReader:
 
 
 class ScratchMemory:
-    """Reusable memory for pieces of files whose parts are copied out at once: getting new pages from the
-    system takes longer than filling them. Thread-safe: each reader thread has its own.
+    """Reusable memory for small pieces of files whose parts are copied out at once: getting new pages from
+    the system takes longer than filling them. Thread-safe: each reader thread has its own."""
 
-    Args:
-      most_bytes: maximum size of a piece whose memory is reused.
-    """
-
-    def __init__(self, most_bytes: int = 4 << 20) -> None:
-        self._most, self._free = most_bytes, collections.deque[np.ndarray]()
+    def __init__(self) -> None:
+        self._free = collections.deque[np.ndarray]()
 
     @contextlib.contextmanager
     def taken(self, size: int) -> Iterator[np.ndarray]:
         """Page-aligned memory of at least `size` bytes, until the end of the block."""
-        try:
+        memory = None
+        with contextlib.suppress(IndexError):
             memory = self._free.pop()
-        except IndexError:
-            memory = aligned(size)
-        if memory.size < size:
+        if memory is None or memory.size < size:
             memory = aligned(size)
         try:
             yield memory
         finally:
-            if memory.size <= self._most:
+            if memory.size <= _REUSED_BYTES:
                 self._free.append(memory)
 
 

@@ -4,10 +4,11 @@ import contextlib
 import gc
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import PurePath
 from types import ModuleType
 from typing import Any
@@ -37,28 +38,30 @@ def import_jax() -> None:
         return
     # Before any thread of JAX allocates.
     share_arenas()
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        with _one_blas_thread(), _deferred_modules(), _jax_packages_alone():
-            import jax  # noqa: F401
+    every = importlib.metadata.distributions
+
+    def of_jax(**options: Any) -> Iterable[importlib.metadata.Distribution]:
+        # Metadata folders begin with the names of their packages.
+        for each in every(**options):
+            path = getattr(each, "_path", None)
+            if path is None or PurePath(str(path)).name.lower().startswith("jax"):
+                yield each
+
+    with contextlib.ExitStack() as stack:
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
+        if _BLAS_THREADS not in os.environ:
+            os.environ[_BLAS_THREADS] = "1"
+            stack.callback(os.environ.pop, _BLAS_THREADS)
+        finder = _Deferring()
+        sys.meta_path.insert(0, finder)
+        stack.callback(sys.meta_path.remove, finder)
+        importlib.metadata.distributions = of_jax
+        stack.callback(setattr, importlib.metadata, "distributions", every)
+        import jax  # noqa: F401
 
         gc.freeze()
-    finally:
-        if collecting:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _one_blas_thread() -> Iterator[None]:
-    if _BLAS_THREADS in os.environ:
-        yield
-        return
-    os.environ[_BLAS_THREADS] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_BLAS_THREADS]
 
 
 class _Deferring(importlib.abc.MetaPathFinder):
@@ -74,37 +77,3 @@ class _Deferring(importlib.abc.MetaPathFinder):
         if spec is not None and spec.loader is not None:
             spec.loader = importlib.util.LazyLoader(spec.loader)
         return spec
-
-
-@contextlib.contextmanager
-def _deferred_modules() -> Iterator[None]:
-    finder = _Deferring()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-
-
-@contextlib.contextmanager
-def _jax_packages_alone() -> Iterator[None]:
-    """Within this context `importlib.metadata.distributions` returns only packages with names that begin with
-    "jax"."""
-    import importlib.metadata as metadata
-
-    every = metadata.distributions
-
-    def of_jax(**options: Any) -> Iterable[metadata.Distribution]:
-        return (each for each in every(**options) if _folder(each).startswith("jax"))
-
-    metadata.distributions = of_jax
-    try:
-        yield
-    finally:
-        metadata.distributions = every
-
-
-def _folder(package: Any) -> str:
-    """The name of a package's metadata folder, which begins with the package's; "jax" if unknown."""
-    path = getattr(package, "_path", None)
-    return "jax" if path is None else PurePath(str(path)).name.lower()

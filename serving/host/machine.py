@@ -1,15 +1,16 @@
-"""Queries the machine and the process: devices, cores, instruction sets, memory, open files."""
+"""Queries the machine and the process: devices, cores, instruction sets, memory, open files, forks."""
 
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import platform
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from jaxllm.errors import ConfigError
 
@@ -32,27 +33,13 @@ _KILOBYTE = 1024
 _PRESSURE = Path("/proc/pressure/memory")
 _SOME_WAIT = re.compile(r"some avg10=(\d+(?:\.\d+)?) ")
 _PERCENT = 100
+# A device of `jax.devices()`. Type checkers do not support `jax.Device`: it comes from an extension module
+# without stubs.
+Device = Any
 # Reserved for files of the store, models and adapters, which must open when all connections are in use.
 RESERVED_FILES = 256
 _MOST_CONNECTIONS = 4096
 _LEAST_CONNECTIONS = 16
-
-
-class Device(Protocol):
-    """A device of `jax.devices()`. Type checkers do not support `jax.Device`: it comes from an extension
-    module without stubs.
-
-    Attributes:
-      platform: `cpu`, `gpu` or `tpu`.
-      device_kind: model of the device.
-      id: number among devices of its platform.
-      client: its runtime.
-    """
-
-    platform: str
-    device_kind: str
-    id: int
-    client: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,13 +134,7 @@ def process_memory() -> ProcessMemory:
     Raises:
       ConfigError: the system has no /proc/self/smaps.
     """
-    try:
-        return parsed_memory(_SMAPS.read_text(), _STATUS.read_text())
-    except OSError as error:
-        raise ConfigError(
-            f"{error.filename}: cannot be read ({error.strerror}); what holds memory is known on Linux "
-            "alone, with /proc mounted"
-        ) from error
+    return parsed_memory(_read_facts(_SMAPS), _read_facts(_STATUS))
 
 
 def resident_bytes() -> int:
@@ -162,12 +143,16 @@ def resident_bytes() -> int:
     Raises:
       ConfigError: the system has no /proc/self/statm.
     """
+    return int(_read_facts(_STATM).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _read_facts(path: Path) -> str:
     try:
-        return int(_STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return path.read_text()
     except OSError as error:
         raise ConfigError(
-            f"{_STATM}: cannot be read ({error.strerror}); the memory of the process is known on Linux "
-            "alone, with /proc mounted"
+            f"{path}: cannot be read ({error.strerror}); the memory of a process is known on Linux alone, "
+            "with /proc mounted"
         ) from error
 
 
@@ -193,15 +178,10 @@ def memory_pressure() -> float | None:
     """The share of the last ten seconds in which some task waited for memory; None if the system does not
     report it."""
     try:
-        return parsed_pressure(_PRESSURE.read_text())
+        found = _SOME_WAIT.match(_PRESSURE.read_text())
     except OSError:
         # Another system, or a kernel without it (`psi=1` on its command line).
         return None
-
-
-def parsed_pressure(text: str) -> float | None:
-    """Parses the share in the text of /proc/pressure/memory; None if it has none."""
-    found = _SOME_WAIT.match(text)
     return None if found is None else float(found[1]) / _PERCENT
 
 
@@ -223,8 +203,34 @@ def most_connections() -> int:
     return max(_LEAST_CONNECTIONS, min(_MOST_CONNECTIONS, files - RESERVED_FILES))
 
 
+# Whether this process was forked from one with an open model. A fork has neither the threads of JAX, of the
+# native kernels and of weight readers, nor a release of their locks: its first bucket would wait forever.
+_forked = False
+
+
+@functools.cache
+def watch_for_forks() -> None:
+    """Marks processes that are forked from this one from now on."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_mark)
+
+
+def require_not_forked() -> None:
+    """Raises ConfigError in a process that was forked from one with an open model."""
+    if _forked:
+        raise ConfigError(
+            "this process was forked from one that had opened a model, whose threads did not come along; "
+            "start it by multiprocessing's 'spawn' or 'forkserver', and open the model in it"
+        )
+
+
+def _mark() -> None:
+    global _forked
+    _forked = True
+
+
 def _bytes(value: str) -> int:
-    """Bytes of a value such as "12 kB"."""
+    # Such as "12 kB".
     return int(value.split()[0]) * _KILOBYTE
 
 

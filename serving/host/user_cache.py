@@ -118,7 +118,9 @@ def require_private(facts: os.stat_result, path: Path) -> None:
     """Raises ConfigError unless a file or folder is this user's, and no other user may write to it."""
     if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
         raise ConfigError(f"{path} is not a regular file or folder; remove it")
-    if not _ours_alone(facts):
+    if not hasattr(os, "geteuid"):  # Where files have no owners.
+        return
+    if facts.st_uid != os.geteuid() or facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
             f"{path} is not this user's, or others may write to it, so its content cannot be trusted; "
             "remove it, close it to others (chmod go-w), or set JAXLLM_CACHE to a folder of your own"
@@ -185,12 +187,6 @@ def others_write(facts: os.stat_result) -> bool:
     if facts.st_mode & stat.S_IWOTH:
         return True
     return bool(facts.st_mode & stat.S_IWGRP) and not _is_group_of_one(facts.st_gid, facts.st_uid)
-
-
-def _ours_alone(facts: os.stat_result) -> bool:
-    if not hasattr(os, "geteuid"):  # Where files have no owners.
-        return True
-    return facts.st_uid == os.geteuid() and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _require_closed(facts: os.stat_result, path: Path, owners: set[int]) -> None:

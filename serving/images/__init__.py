@@ -1,2 +1,1 @@
-"""Images in prompts: reads and cuts files (`files`), encodes tiles (`encoder`), and puts rows into prompts
-(`prompt`)."""
+"""Images in prompts: reads and cuts files, puts rows into prompts (`prompt`), encodes tiles (`encoder`)."""

@@ -18,17 +18,15 @@ from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.models.encoder.image_input import ImageInput, tiles_of
 from jaxllm.models.encoder.siglip import ImageEncoderConfig, image_rows
 from jaxllm.serving.buckets.bucket import Bucket, shapes_of
-from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.store import BucketStore
-from jaxllm.serving.images.files import Tiles, normalized, open_image, tiles
-from jaxllm.serving.images.prompt import EncodedImage
+from jaxllm.serving.buckets.bucket_table import BucketStore, BucketTable
+from jaxllm.serving.images.prompt import EncodedImage, Tiles, normalized, open_image, tiles
 
 # Size limit of cached rows: some 25 images of 13 tiles of SmolVLM-256M's 64 rows.
 MOST_BYTES = 48 << 20
 
 
 class ImageEncoder:
-    """Encodes images for one model. `cut` may run in any thread, other methods in the engine's.
+    """Encodes images for one model. `cut_all` may run in any thread, other methods in the engine's.
 
     Args:
       stored: its weights and its input; converted to float32 in memory, at first use.
@@ -36,13 +34,11 @@ class ImageEncoder:
 
     Attributes:
       input: splits of images.
-      tile_rows: rows per tile (R).
     """
 
     def __init__(self, stored: StoredImageEncoder, store: BucketStore | None = None) -> None:
         self._stored, self._store = stored, store
         self.input: ImageInput = stored.input
-        self.tile_rows = stored.cfg.rows
         self._lock = threading.Lock()
         self._ready: tuple[Any, BucketTable] | None = None
         self._known: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
@@ -68,21 +64,9 @@ class ImageEncoder:
                     for name, value in self._stored.params.items()
                 }
                 store = None if self._store is None else self._store.of(cfg, params)
-                buckets = BucketTable(ImageShapes(cfg, shapes_of(params)), store)
+                buckets = BucketTable((cfg, shapes_of(params)), store)
                 buckets.fill([ImageBucket()])
                 self._ready = params, buckets
-
-    def rows_of(self, found: Tiles) -> int:
-        """The rows of an image in tiles."""
-        return tiles_of(found.grid) * self.tile_rows
-
-    def cut(self, content: bytes) -> Tiles:
-        """The tiles of an image's file.
-
-        Raises:
-          ConfigError: see `open_image`.
-        """
-        return tiles(open_image(content), self.input)
 
     def encode_tile(self, pixels: np.ndarray, owner: str = "") -> np.ndarray:
         """The rows `[R, D]` of a tile `[size, size, 3]`; those of an earlier call with the same pixels, for
@@ -113,10 +97,14 @@ class ImageEncoder:
         """
         found, rows = [], 0
         for each in files:
-            found.append(self.cut(each))
-            rows += self.rows_of(found[-1])
+            found.append(tiles(open_image(each), self.input))
+            rows += tiles_of(found[-1].grid) * self._stored.cfg.rows
             # Before the next image is decoded, and before any row is computed.
-            require_room(rows, window_tokens)
+            if rows >= window_tokens:
+                raise ContextOverflow(
+                    f"the images take {rows} tokens, the context holds {window_tokens} with text and answer; "
+                    "send fewer or smaller ones, or ask for a longer --context"
+                )
         return found
 
     def encode(self, images: Sequence[Tiles]) -> list[EncodedImage]:
@@ -128,33 +116,12 @@ class ImageEncoder:
         return EncodedImage(found.grid, np.concatenate(rows), self.input.image_id)
 
 
-@dataclasses.dataclass(frozen=True)
-class ImageShapes:
-    """Shapes from which the bucket of an encoder is lowered; `params` are those of its parameters."""
-
-    cfg: ImageEncoderConfig
-    params: Any
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ImageBucket(Bucket):
     """Computes the rows of one tile."""
 
-    def lower(self, model: ImageShapes, /) -> jax.stages.Lowered:
-        """(params, pixels) -> rows."""
-        cfg = model.cfg
+    def lower(self, model: tuple[ImageEncoderConfig, Any], /) -> jax.stages.Lowered:
+        """(params, pixels) -> rows; `model` has the config and the shapes of the parameters."""
+        cfg, params = model
         pixels = jax.ShapeDtypeStruct((1, cfg.channels, cfg.image_size, cfg.image_size), jnp.float32)
-        return jax.jit(functools.partial(image_rows, cfg=cfg)).lower(model.params, pixels)
-
-
-def require_room(rows: int, window_tokens: int) -> None:
-    """Checks that rows of images fit a context, before any is computed.
-
-    Raises:
-      ContextOverflow: they do not fit.
-    """
-    if rows >= window_tokens:
-        raise ContextOverflow(
-            f"the images take {rows} tokens, the context holds {window_tokens} with text and answer; send "
-            "fewer or smaller ones, or ask for a longer --context"
-        )
+        return jax.jit(functools.partial(image_rows, cfg=cfg)).lower(params, pixels)

@@ -24,10 +24,11 @@ from jaxllm.serving.buckets.bucket import (
     ModelShapes,
     Placement,
     ids,
+    layer_params,
+    layer_shapes,
     position_shapes,
     shapes_of,
 )
-from jaxllm.serving.buckets.parts import layer_params, layer_shapes
 from jaxllm.serving.host.machine import Device
 from jaxllm.steps.integer import prefill_integer_chunk
 

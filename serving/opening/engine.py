@@ -16,7 +16,7 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.loading import LoadedModel
-from jaxllm.serving.weights.model_level import rank_of, read_adapter_of
+from jaxllm.serving.weights.model_level import rank_of, read_adapter_of, require_nested
 
 _log = logging.getLogger("jaxllm")
 
@@ -111,9 +111,6 @@ def _loaded(
         options = dataclasses.replace(options, adapter_rank=rank_of(arrays), adapter_targets=lora.targets)
     reserved, drafting_level = 0, 0
     if high_planes := speculation is not None and speculation.drafter == "nested":
-        # Here, because few starts need its import.
-        from jaxllm.serving.weights.resident_parts import require_nested
-
         require_nested(bundle)
     if speculation is not None and options.memory_bytes:
         from jaxllm.serving.weights.memory_plan import drafter_bytes
@@ -150,7 +147,4 @@ def drafts_by_itself(bundle: Bundle, level: int, options: EngineOptions) -> bool
 
 
 def _with_levels(options: EngineOptions, levels: Sequence[int]) -> EngineOptions:
-    missing = {each for each in levels if each != WHOLE} - {*options.levels}
-    if not missing:
-        return options
-    return dataclasses.replace(options, levels=tuple(sorted({*options.levels, *missing})))
+    return dataclasses.replace(options, levels=tuple(sorted({*options.levels, *levels})))

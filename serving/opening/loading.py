@@ -17,11 +17,9 @@ from jaxllm.models.features import Room, require_room
 from jaxllm.models.lora import Adapter, adapter_digest, padded
 from jaxllm.models.parameters import Params
 from jaxllm.serving.elastic.levels import Levels
-from jaxllm.serving.engine.decoding import Drafts
 from jaxllm.serving.ground.bundles import open_tokenizer
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.host.forked import require_not_forked, watch_for_forks
-from jaxllm.serving.host.machine import give_back_memory
+from jaxllm.serving.host.machine import give_back_memory, require_not_forked, watch_for_forks
 from jaxllm.serving.host.progress import Progress, loading
 from jaxllm.serving.opening.make_runners import make_runners
 from jaxllm.serving.opening.weight_source import streamed_weights
@@ -137,14 +135,12 @@ class LoadedModel:
         """Levels with runners, in percent, ascending."""
         return tuple(sorted(self.runners.by_level))
 
-    @property
+    @functools.cached_property
     def images(self) -> "ImageEncoder | None":
         """The image encoder, made at the first use; None if the bundle has none."""
-        if not hasattr(self, "_images"):
-            from jaxllm.serving.images.encoder import ImageEncoder
+        from jaxllm.serving.images.encoder import ImageEncoder
 
-            self._images = ImageEncoder.of(self.bundle, self.runners.buckets.store())
-        return self._images
+        return ImageEncoder.of(self.bundle, self.runners.buckets.store())
 
     def runner(self, level: int) -> LevelRunner:
         """The runner of a level.
@@ -180,7 +176,7 @@ class LoadedModel:
     def warm_up(
         self,
         level: int,
-        speculation: Drafts | None,
+        speculation: Any,
         *,
         prompt_tokens: int | None,
         max_tokens: int,

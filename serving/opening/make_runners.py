@@ -12,8 +12,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.kv.chunks import reads_addresses
 from jaxllm.models.parameters import Params
-from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.store import BucketStore, CompiledBucketFolder
+from jaxllm.serving.buckets.bucket_table import BucketStore, BucketTable, CompiledBucketFolder
 from jaxllm.serving.elastic.levels import Levels
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.runners.level_runner import LevelRunner
@@ -68,7 +67,12 @@ def make_runners(
     for level, cfg in levels.cfgs.items():
         sharing = whole if levels.counted else None
         models[level] = ModelLevel(cfg, params[level], options, level=level, whole=sharing)
-    modes = _prefill_modes(bundle, options, levels, streamed)
+    modes = None
+    if options.prefill.resolved_mode != "float":
+        # Features of few models are imported on demand, here and below, because startup waits for imports.
+        from jaxllm.serving.int8_prefill.modes import chosen_prefill
+
+        modes = chosen_prefill(bundle, options, (*levels.cfgs, WHOLE), streamed=streamed is not None)
     if options.attend_coded:
         _require_addresses(options, streamed=streamed is not None, integers=modes is not None)
     buckets = _make_buckets(bundle, models)
@@ -91,19 +95,6 @@ def _require_addresses(options: EngineOptions, *, streamed: bool, integers: bool
             raise ConfigError(
                 f"attend_coded: the model cannot attend to stored chunks, because {reason}; leave it out"
             )
-
-
-# Features of few models are imported on demand, because startup waits for imports.
-
-
-def _prefill_modes(
-    bundle: Bundle, options: EngineOptions, levels: Levels, streamed: "Streamed | None"
-) -> "PrefillModes | None":
-    if options.prefill.resolved_mode == "float":
-        return None
-    from jaxllm.serving.int8_prefill.modes import chosen_prefill
-
-    return chosen_prefill(bundle, options, (*levels.cfgs, WHOLE), streamed=streamed is not None)
 
 
 def _runner(

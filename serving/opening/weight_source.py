@@ -85,8 +85,7 @@ def streamed_weights(
         give_back_large_blocks()
     # Imported here: a start of a model that fits should not wait for it.
     from jaxllm.serving.experts.weights import ExpertWeights
-    from jaxllm.serving.weights.resident_parts import HighPlanes, LevelMemory
-    from jaxllm.serving.weights.streamed import StreamedWeights
+    from jaxllm.serving.weights.streamed import HighPlanes, LevelMemory, StreamedWeights
 
     parts = f"a context of {options.context_tokens} tokens, activations, "
     parts += "the draft and the runtime" if reserved_bytes else "and the runtime"

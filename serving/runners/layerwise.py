@@ -5,11 +5,9 @@ Layers are prefetched one after another in each pass (`StreamedRunner`), or are 
 """
 
 import abc
-import contextlib
 import dataclasses
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -21,24 +19,17 @@ from jaxllm.kv.states import SourceKV
 from jaxllm.models.encoder_decoder import encoder_params
 from jaxllm.models.layer_stack import STACK, LayersAt, LayerStack
 from jaxllm.models.parameters import head_name
-from jaxllm.quant import Weight
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
-from jaxllm.serving.buckets.bucket import Bucket
-from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.layer import (
-    EmbedRowsBucket,
-    HeadBucket,
-    LayerBucket,
-    LayersBucket,
-    NormBucket,
-)
-from jaxllm.serving.buckets.parts import (
+from jaxllm.serving.buckets.bucket import (
     MOST_LAYERS,
+    Bucket,
     embedding_params,
     norm_params,
     outer_params,
     shared_by_layers,
 )
+from jaxllm.serving.buckets.bucket_table import BucketTable
+from jaxllm.serving.buckets.model import EmbedRowsBucket, HeadBucket, LayerBucket, LayersBucket, NormBucket
 from jaxllm.serving.buckets.source import (
     BeginEncoderBucket,
     EncoderLayerBucket,
@@ -60,46 +51,12 @@ from jaxllm.serving.runners.runner import (
     plan_chunks,
 )
 from jaxllm.serving.weights.model_level import ModelLevel
-from jaxllm.serving.weights.pieces import HeadPiece
 from jaxllm.serving.weights.prefetch import Meanwhile
 from jaxllm.serving.weights.streamed import StreamedWeights
 from jaxllm.speculation.tree import TokenTree
 
 # Tokens `[T]` int32, padded, and their positions.
 Chunk = tuple[np.ndarray, TokenPositions]
-
-
-class Head(Protocol):
-    """Provides the weight of the head in pieces."""
-
-    head: list[HeadPiece]
-
-    def head_rows(
-        self, number: int, meanwhile: Meanwhile | None = None
-    ) -> contextlib.AbstractContextManager[Weight]:
-        """The weight of one piece of `head`, valid until the context ends."""
-        ...
-
-
-class SourceWeights(Protocol):
-    """Provides the weights for a source, in this order: rows of the embedding, the encoder's layers, the
-    decoder's."""
-
-    def begin_source(self) -> None:
-        """Begins a source."""
-        ...
-
-    def rows(self, tokens: Sequence[int]) -> tuple[Weight, np.ndarray]:
-        """A weight with the rows of some tokens, and the index of each token's row in it, `[1, T]` int32."""
-        ...
-
-    def encoder_layer(self, model: ModelLevel, layer: int) -> AbstractContextManager[dict[str, Any]]:
-        """A layer's parameters of the encoder as a model; valid until the context ends."""
-        ...
-
-    def layer(self, model: ModelLevel, layer: int) -> AbstractContextManager[dict[str, Any]]:
-        """The same of the decoder."""
-        ...
 
 
 class SourceLayers:
@@ -109,7 +66,7 @@ class SourceLayers:
         self,
         model: ModelLevel,
         buckets: BucketTable,
-        weights: SourceWeights,
+        weights: Any,
         *,
         by_rows: bool = True,
         sparse: Any = None,
@@ -119,7 +76,8 @@ class SourceLayers:
         Args:
           model: the whole model; for streamed layers shapes suffice.
           buckets: compiled buckets.
-          weights: provider of the layers.
+          weights: provider of the rows of the embedding, then of the encoder's layers, then of the decoder's
+            (see `begin_source`, `rows`, `encoder_layer` and `layer` of `StreamedWeights`).
           by_rows: whether the embedding is passed by rows, or as a whole.
           sparse: runs the encoder's layers with experts, if these are loaded individually: a
             `jaxllm.serving.experts.expert_layers.SparseEncoderLayers`.
@@ -153,22 +111,11 @@ class SourceLayers:
         """See `LayerwiseRunner.read_source`."""
         lengths = source_lengths(self._model.cfg, self._model.options)
         length = next(each for each in lengths if each >= len(tokens))
-        row, count = padded(tokens, length)
+        rows, count = padded(tokens, length)
         self._weights.begin_source()
-        hidden, valid = self._encoded(row[0], np.int32(count)), np.int32(count)
-        for layer, like in enumerate(self._model.alike):
-            compiled = self._buckets.get(SourceLayerBucket(tokens=length, layer=like))
-            with self._weights.layer(self._model, layer) as weights:
-                source = compiled(weights, hidden, valid, source.in_layer(layer))
-                # The next piece overwrites the memory of this one.
-                jax.block_until_ready(source)
-        return dataclasses.replace(source.in_layer(None), length=valid)  # pyright: ignore
-
-    def _encoded(self, row: np.ndarray, valid: np.int32) -> jax.Array:
-        """The encoder's output for tokens `[T]` with `valid` valid ones: `[1, T, D]`."""
-        length, outer, rows = len(row), self._outer, row[None]
+        outer, valid = self._outer, np.int32(count)
         if self._by_rows:
-            some, rows = self._weights.rows(row.tolist())
+            some, rows = self._weights.rows(rows[0].tolist())
             outer = {**outer, "embed.tokens": some}
         begin = self._buckets.get(BeginEncoderBucket(tokens=length, by_rows=self._by_rows))
         x, bias = begin(outer, rows, valid)
@@ -179,8 +126,14 @@ class SourceLayers:
                 else:
                     compiled = self._buckets.get(EncoderLayerBucket(tokens=length, layer=like))
                     x = compiled(weights, x, bias, valid)
+                # The next piece overwrites the memory of this one.
                 jax.block_until_ready(x)
-        return self._buckets.get(EndEncoderBucket(tokens=length))(self._norm, x)
+        hidden = self._buckets.get(EndEncoderBucket(tokens=length))(self._norm, x)
+        for layer, like in enumerate(self._model.alike):
+            compiled = self._buckets.get(SourceLayerBucket(tokens=length, layer=like))
+            with self._weights.layer(self._model, layer) as weights:
+                source = jax.block_until_ready(compiled(weights, hidden, valid, source.in_layer(layer)))
+        return dataclasses.replace(source.in_layer(None), length=valid)  # pyright: ignore
 
     def _sparse_of(self, layer: int) -> Any:
         """What runs a layer with experts that are loaded individually; None for other layers."""
@@ -191,9 +144,15 @@ class LayerwiseRunner(LevelRunner):
     """Runs one level of a model layer by layer."""
 
     def __init__(
-        self, model: ModelLevel, buckets: BucketTable, head: Head, sources: SourceLayers | None
+        self, model: ModelLevel, buckets: BucketTable, head: Any, sources: SourceLayers | None
     ) -> None:
-        """See the class and `LevelRunner`; `sources` encodes sources, None for models without an encoder."""
+        """See the class and `LevelRunner`.
+
+        Args:
+          model, buckets: see `LevelRunner`.
+          head: provider of the head in pieces (see `head` and `head_rows` of `StreamedWeights`).
+          sources: encodes sources; None for models without an encoder.
+        """
         super().__init__(model, buckets)
         if model.options.prompt_rows:
             raise ConfigError(
@@ -377,7 +336,11 @@ class StreamedRunner(LayerwiseRunner):
         # arguments, for XLA's products, run one by one: each number of them would be another bucket, whose
         # size grows with it.
         self._together = isinstance(model.params.get(STACK), LayerStack)
-        self._most = layers_together(model.alike, MOST_LAYERS if self._together else 1)
+        # Per layer, the number of layers that run together from it on.
+        self._most = [1] * len(model.alike)
+        for layer in reversed(range(len(model.alike) - 1 if self._together else 0)):
+            if model.alike[layer] == model.alike[layer + 1]:
+                self._most[layer] = min(MOST_LAYERS, self._most[layer + 1] + 1)
 
     @property
     def idle_read_s(self) -> float:
@@ -444,13 +407,3 @@ class StreamedRunner(LayerwiseRunner):
     def _bucket(self, tokens: int, cache: int, layer: int, *, tree: bool) -> Bucket:
         family = LayersBucket if self._together else LayerBucket
         return self.model.bucket(family, tokens=tokens, cache_tokens=cache, layer=layer, tree=tree)
-
-
-def layers_together(alike: Sequence[int], most: int) -> list[int]:
-    """Per layer, the number of layers that run together from it on: equal consecutive ones, at most
-    `most`."""
-    found = [1] * len(alike)
-    for layer in reversed(range(len(alike) - 1)):
-        if alike[layer] == alike[layer + 1]:
-            found[layer] = min(most, found[layer + 1] + 1)
-    return found

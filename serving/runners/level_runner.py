@@ -16,16 +16,18 @@ from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.layer import (
+from jaxllm.serving.buckets.model import (
     ENCODED_CHUNKS,
     EncodeBucket,
+    ForkBucket,
+    GrowBucket,
     LastLogitsBucket,
     LoadBucket,
     PrefillRestoredBucket,
     RestoreBucket,
+    SampleBucket,
+    StartBucket,
 )
-from jaxllm.serving.buckets.model import ForkBucket, GrowBucket, SampleBucket, StartBucket
-from jaxllm.serving.buckets.parts import used_heads
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.runner import Runner, plan_chunks
@@ -276,8 +278,10 @@ class LevelRunner(Runner):
         """Loads stored chunks into a cache, which is donated, in one dispatch (see
         `jaxllm.steps.layers.load_cache`)."""
         load = self._compiled(LoadBucket, cache_tokens=cache.capacity_tokens)
-        by_address = not isinstance(sources, tuple)
-        return load(used_heads(self.cfg) if by_address else None, cache, sources, bits)
+        heads = [self.cfg.units(layer).kv_heads for layer in range(self.cfg.layers)]
+        # Only sources by address need the used heads.
+        used = None if isinstance(sources, tuple) else np.array(heads, np.int32)
+        return load(used, cache, sources, bits)
 
     def encode_chunks(self, cache: KVCache, layer: int, bits: int, numbers: Sequence[int]) -> jax.Array:
         """Encodes chunks of one layer of a cache, which is unchanged, as consecutive bytes.

@@ -1,7 +1,6 @@
 """Runs a model whose weights are all resident, and decodes several of its answers in one dispatch."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +12,16 @@ from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.chunks import LayerChunks
 from jaxllm.models.layer import InputRows
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
-from jaxllm.serving.buckets.bucket import Bucket
+from jaxllm.serving.buckets.bucket import Bucket, embedding_params, head_params, layer_params
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.layer import EmbedBucket, LastLogitsBucket, PrefillRestoredBucket
-from jaxllm.serving.buckets.model import BatchBucket, DecodeBucket, PrefillBucket
-from jaxllm.serving.buckets.parts import embedding_params, head_params, layer_params
+from jaxllm.serving.buckets.model import (
+    BatchBucket,
+    DecodeBucket,
+    EmbedBucket,
+    LastLogitsBucket,
+    PrefillBucket,
+    PrefillRestoredBucket,
+)
 from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 from jaxllm.serving.runners.level_runner import LevelRunner
@@ -58,6 +62,7 @@ class Batch:
         self.family: object = runner.buckets if mixes else runner
         # Of the last dispatch's padding rows, which never change them.
         self._padding: list[KVCache] = []
+        self._idle_sampler = sampler_state(Sampling(), [], cfg.vocab_size, 0)
 
     @classmethod
     def of(cls, runner: LevelRunner) -> "Batch | None":
@@ -95,7 +100,10 @@ class Batch:
         size = next(each for each in runner.options.batch_rows if each >= len(rows))
         capacity = max(row.cache.capacity_tokens for row in rows)
         compiled = runner.buckets.get(self._bucket(size, capacity))
-        padding = self._padding_caches(size - len(rows), capacity)
+        # Reuses the padding of the last dispatch; none is left after a failure.
+        there, self._padding = self._padding, []
+        padding = [each for each in there if each.capacity_tokens == capacity][: size - len(rows)]
+        padding += [runner.empty_cache(capacity) for _ in range(size - len(rows) - len(padding))]
         filled = [*rows, *(self._idle_row(each, limit=0) for each in padding)]
         units = None
         if self.units is not None:
@@ -111,23 +119,16 @@ class Batch:
             limits,
         )
         # Both transfers wait for the device.
-        drawn, taken = np.asarray(tokens), np.asarray(counts)
+        sampled, sizes = np.asarray(tokens), np.asarray(counts)
         self._padding = list(caches[len(rows) :])
         return [
-            DecodedRow(drawn[at, : taken[at]].tolist(), caches[at], row.sampler.after(progress[at]))
+            DecodedRow(sampled[at, : sizes[at]].tolist(), caches[at], row.sampler.after(progress[at]))
             for at, row in enumerate(rows)
         ]
 
     def _bucket(self, rows: int, cache: int) -> BatchBucket:
         block = self._runner.options.decode_block
         return self._runner.model.bucket(BatchBucket, rows=rows, block_tokens=block, cache_tokens=cache)
-
-    def _padding_caches(self, count: int, capacity: int) -> list[KVCache]:
-        """Caches for `count` padding rows. Reuses those of the last dispatch; none are left after a
-        failure."""
-        there, self._padding = self._padding, []
-        found = [each for each in there if each.capacity_tokens == capacity][:count]
-        return found + [self._runner.empty_cache(capacity) for _ in range(count - len(found))]
 
     def _idle_row(self, cache: KVCache, *, limit: int) -> BatchRow:
         return BatchRow(
@@ -137,10 +138,6 @@ class Batch:
             stop_ids=np.full(MAX_STOP_IDS, -1, np.int32),
             limit=limit,
         )
-
-    @functools.cached_property
-    def _idle_sampler(self) -> SamplerState:
-        return sampler_state(Sampling(), [], self._runner.cfg.vocab_size, 0)
 
 
 class ResidentRunner(LevelRunner):

@@ -296,16 +296,8 @@ def prompt_cost(tokens: int, lengths: Sequence[int], *, exact: bool) -> int:
 @functools.lru_cache(maxsize=4096)
 def _cheapest(tokens: int, lengths: tuple[int, ...]) -> tuple[int, ...]:
     """Descending chunk lengths of minimum cost for a tail of `tokens`."""
-    best = None
-    for length in lengths:
-        rest = tokens - length
-        if rest <= 0:
-            plan = (length,)
-        else:
-            tail = _cheapest(rest, tuple(c for c in lengths if c <= length))
-            plan = (length, *tail)
-        cost = sum(plan) + _PASS_TOKENS * len(plan)
-        if best is None or cost < best[0]:
-            best = (cost, plan)
-    assert best is not None
-    return best[1]
+    plans = [
+        (length, *(_cheapest(tokens - length, lengths[: place + 1]) if tokens > length else ()))
+        for place, length in enumerate(lengths)
+    ]
+    return min(plans, key=lambda plan: sum(plan) + _PASS_TOKENS * len(plan))

@@ -378,7 +378,7 @@ class Executor:
             if len(runs) > 1:
                 for run in runs:
                     # In a batch a token takes longer than the profile says.
-                    run.taken_whole = False
+                    run.uninterrupted = False
                 decode_together(runs)
             else:
                 step(runs[0])

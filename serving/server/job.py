@@ -386,7 +386,7 @@ def begin(job: Job, service: PlannedService, sessions: PrefixSessions, load: Loa
         # A decoder's cache depends on its source.
         session = sessions.take(call.app, call.prefix_key, ids, engine.runner_at(request.level))
     run = Run(decoding, engine.tokenizer, request, session=session, lifecycle=lifecycle)
-    run.taken_whole = True
+    run.uninterrupted = True
     job.begin(run, plan)
 
 

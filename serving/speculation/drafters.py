@@ -32,8 +32,7 @@ from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.speculation.drafter import Drafter, NgramDrafter, Target, require_same_kind
 from jaxllm.serving.speculation.grower import Confidence, Grower, Nodes
 from jaxllm.serving.weights.memory_plan import cache_bytes, draft_options
-from jaxllm.serving.weights.model_level import ModelLevel
-from jaxllm.serving.weights.resident_parts import require_nested
+from jaxllm.serving.weights.model_level import ModelLevel, require_nested
 from jaxllm.serving.weights.streamed import StreamedWeights
 from jaxllm.speculation.token_tree import Growing, TokenTree, on_host, root_alone
 

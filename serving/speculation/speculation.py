@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxllm.sampling_state import NO_TOKEN
-from jaxllm.serving.engine.decoding import Decoding, Drafts
+from jaxllm.serving.engine.decoding import Decoding
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner, Verdict
 from jaxllm.serving.speculation.costs import Payoff, SizeCost, running_mean
@@ -68,7 +68,7 @@ class SpeculationCounts:
         return self.accepted / self.nodes if self.nodes else 0.0
 
 
-class Speculation(Drafts):
+class Speculation(Decoding):
     """Decodes with drafts (see `jaxllm.serving.engine.decoding.Decoding`).
 
     Attributes:

@@ -23,9 +23,8 @@ from jaxllm.models.layer_stack import (
 from jaxllm.models.lora import Adapter, LoraConfig
 from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.quant import Adapted
-from jaxllm.serving.buckets.bucket import Bucket, ModelShapes
-from jaxllm.serving.buckets.parts import layer_params
-from jaxllm.serving.buckets.store import params_digest
+from jaxllm.serving.buckets.bucket import Bucket, ModelShapes, layer_params, shapes_of
+from jaxllm.serving.buckets.bucket_table import params_digest
 from jaxllm.serving.ground.options import EngineOptions
 
 AnyBucket = TypeVar("AnyBucket", bound=Bucket)
@@ -110,14 +109,11 @@ class ModelLevel:
         self.weights, self.params, self.encoder = prepared.weights, prepared.params, prepared.encoder
         self.weights_version = prepared.version
 
-    def swap(self, weights: Params) -> None:
-        """Applies prepared parameters: `put` of `prepared`."""
-        self.put(self.prepared(weights))
-
     @property
     def shapes(self) -> ModelShapes:
         """The shapes from which buckets of this level are lowered."""
-        return ModelShapes.of(self.cfg, self.params, self.options, self.weights, self.encoder)
+        by_name, encoder = shapes_of(self.weights), shapes_of(self.encoder)
+        return ModelShapes(self.cfg, shapes_of(self.params), self.options, by_name, encoder)
 
     @functools.cached_property
     def alike(self) -> tuple[int, ...]:
@@ -229,3 +225,14 @@ def factor_bytes(levels: Iterable[Params]) -> int:
         for factor in (weight.left, weight.right)
     }
     return sum(arrays.values())
+
+
+def require_nested(bundle: Bundle) -> None:
+    """Raises ConfigError unless a bundle has high planes that can be read separately for drafts."""
+    weights = bundle.layout.weights
+    if weights != "int8-nested" or not bundle.read_in_place:
+        reason = f"it has {weights} weights" if weights != "int8-nested" else "there are no native kernels"
+        raise ConfigError(
+            f"{bundle.path} cannot draft or predict by its high planes, because {reason}; prepare the model "
+            "with --weights int8-nested, on a CPU with native kernels, or draft with a model, level or ngram"
+        )

@@ -1,8 +1,7 @@
 """Splits a bundle into the pieces that are read as a whole: a layer, or some rows of the head."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
 
 from jaxllm.bundle.layout import PAGE, Extent, Layout, Tensor, low_segment, rows_at
 from jaxllm.config import ModelConfig
@@ -35,18 +34,15 @@ class Range:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayerPiece:
-    """A layer, or the part of it that a level uses. In memory it has the layout of the whole layer.
+class Piece:
+    """Part of a model that is read as a whole.
 
     Attributes:
-      start: index of the segment's first byte in memory.
-      memory_bytes: memory of the whole layer.
+      ranges: ranges to read.
+      memory_bytes: memory of the whole piece.
       kept: ranges that are not read, because a resident level has them.
     """
 
-    layer: int
-    segment: str
-    start: int
     ranges: tuple[Range, ...]
     memory_bytes: int
     kept: tuple[Range, ...] = ()
@@ -56,40 +52,44 @@ class LayerPiece:
         """Memory of the kept ranges, in whole pages."""
         return sum(_whole_pages(each.place % PAGE + each.size_bytes) for each in self.kept)
 
+    @property
+    def read_bytes(self) -> int:
+        """Bytes to read."""
+        return sum(each.size_bytes for each in self.ranges)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadPiece:
+class LayerPiece(Piece):
+    """A layer, or the part of it that a level uses. In memory it has the layout of the whole layer.
+
+    Attributes:
+      start: index of the segment's first byte in memory.
+    """
+
+    layer: int
+    segment: str
+    start: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadPiece(Piece):
     """Rows `[first, first + count)` of the head; all of them are read.
 
     Attributes:
       first: token id of the first row.
       count: number of rows.
-      extents: extents of the rows' data, and of their scales if they are quantized, in the file.
-      ranges: ranges to read, one per extent.
+      extents: extents of the rows' data, and of their scales if they are quantized, in the file; `ranges` has
+        one for each.
     """
 
     first: int
     count: int
     extents: tuple[Extent, ...]
-    ranges: tuple[Range, ...]
-    memory_bytes: int
-
-    # As `LayerPiece` has them.
-    kept: ClassVar[tuple[Range, ...]] = ()
-    kept_bytes: ClassVar[int] = 0
-
-
-Piece = LayerPiece | HeadPiece
 
 
 def without_reads(piece: Piece) -> Piece:
     """A piece without anything to read."""
     return dataclasses.replace(piece, ranges=())
-
-
-def read_bytes(piece: Piece) -> int:
-    """Bytes to read for a piece."""
-    return sum(each.size_bytes for each in piece.ranges)
 
 
 def read_blocks(ranges: Sequence[Range]) -> list[tuple[int, int, int]]:
@@ -200,13 +200,6 @@ def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> l
             ranges += _parts(whole, rest, _SHORT_GAP_BYTES)
         found.append(dataclasses.replace(piece, ranges=tuple(ranges), kept=part.ranges))
     return found
-
-
-def encoder_pieces(layout: Layout) -> list[LayerPiece]:
-    """The layers of the encoder; none for decoder-only models."""
-    encoder = layout.cfg.encoder
-    layers = range(0 if encoder is None else encoder.layers)
-    return segment_pieces(layout, [f"{ENCODER}layers.{layer}" for layer in layers])
 
 
 def head_pieces(layout: Layout, *, most_bytes: int) -> list[HeadPiece]:
@@ -321,8 +314,3 @@ class Passes:
         if self._encoder:
             layers = parts_of_pieces(self._layout, layers, lambda name: name not in _OF_SOURCE)
         self.of_level[cfg] = [*map(without_reads, self._encoder), *layers, *self._head]
-
-    @property
-    def all_reads(self) -> Iterable[Sequence[Piece]]:
-        """The pieces of every kind of pass."""
-        return self.whole, self.of_tokens, self.of_source, *self.of_level.values()

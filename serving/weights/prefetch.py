@@ -1,4 +1,9 @@
-"""Prefetches weights piece by piece: threads read the next pieces while one is computed.
+"""Reads weights: the file once from end to end when it is opened, then piece by piece ahead of their use.
+
+The first pass checks each segment against the manifest, copies the resident parts to memory, and computes
+checksums of the parts that will be read again. Later reads are compared with these, so that bytes of a file
+that was changed in place are never used as weights. Mismatching bytes are read once more before they are
+refused: transient storage errors rarely repeat.
 
 Each pass over the model uses all pieces in the same order, so the next piece is always known, also across
 the end of a pass. Resident pieces are read once. The others share a few slots: when a piece is released,
@@ -15,18 +20,124 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
+import xxhash
 
-from jaxllm.errors import ConfigError
+from jaxllm.bundle import Bundle
+from jaxllm.bundle.layout import PAGE
+from jaxllm.errors import BundleError, ConfigError
 from jaxllm.serving.host.direct_io import PieceReader, aligned
-from jaxllm.serving.weights.first_read import READS, Checksums
-from jaxllm.serving.weights.pieces import READERS, LayerPiece, Piece, Range, read_blocks, read_bytes
+from jaxllm.serving.weights.pieces import READERS, Piece, Range, read_blocks
 
+_READ_BYTES = 4 << 20
+# Number of attempts to read matching bytes.
+READS = 2
 # Number of pieces read concurrently, in the order of a pass.
 _AT_A_TIME = 2
-
 # Does a little other work while weights are loaded: receives the seconds for which storage is probably busy,
 # and returns whether it did any work.
 Meanwhile = Callable[[float], bool]
+
+
+class FirstRead:
+    """Plans and runs the first pass over a file, with which later reads are compared."""
+
+    def __init__(self, bundle: Bundle, reader: PieceReader) -> None:
+        self._bundle, self._reader = bundle, reader
+        # Offsets in the file, and the memory to which the bytes from there on are copied.
+        self._kept: list[tuple[int, np.ndarray]] = []
+        self._again: set[tuple[int, int]] = set()
+        # Checksums of the parts that will be read again, by offset and size; for the one segment that is read
+        # by pages, one uint64 per page: an embedding has hundreds of thousands.
+        self._blocks: dict[tuple[int, int], int] = {}
+        self._paged, self._pages = "", np.empty(0, np.uint64)
+
+    def keep(self, ranges: Sequence[Range], memory: np.ndarray) -> None:
+        """Plans to copy ranges to their destinations in `memory`."""
+        for each in ranges:
+            self._kept.append((each.offset, memory[each.place : each.place + each.size_bytes]))
+
+    def watch(self, ranges: Sequence[Range]) -> None:
+        """Plans checksums of ranges, one per block of later reads."""
+        self._again |= {(offset, size) for offset, _, size in read_blocks(ranges)}
+
+    def watch_pages(self, segment: str) -> None:
+        """Plans checksums of one segment, one per page."""
+        size = self._bundle.layout.segments[segment].size_bytes
+        self._paged, self._pages = segment, np.empty(-(-size // PAGE), np.uint64)
+
+    def run(self, on_bytes: Callable[[int], None]) -> None:
+        """Runs the pass; calls `on_bytes` with the number of bytes of each part.
+
+        Raises:
+          CheckpointError: the file is damaged or cannot be read.
+        """
+        layout = self._bundle.layout
+        names = {name for each in layout.tensors.values() for name in each.segments}
+        for name in sorted(names, key=lambda name: layout.segments[name].offset):
+            try:
+                self._bundle.require_checksum(name, self._read(name, on_bytes))
+            except BundleError:
+                self._bundle.require_checksum(name, self._read(name, lambda _: None))
+        # Else memory that is released later would stay.
+        self._kept.clear()
+        self._again.clear()
+
+    def same(self, offset: int, data: np.ndarray) -> bool:
+        """Whether `data`, uint8, read at `offset`, equals the first read."""
+        return xxhash.xxh3_64_intdigest(data.data) == self._blocks[offset, len(data)]
+
+    def same_pages(self, offset: int, data: np.ndarray) -> bool:
+        """Whether whole pages, or the last ones, of the segment of `watch_pages` equal the first read."""
+        return np.array_equal(self._pages_of(offset, len(data)), _page_digests(data))
+
+    def changed(self, offset: int, size: int) -> BundleError:
+        """The error of bytes that differ from the first read, even after another read."""
+        segments = self._bundle.layout.segments.items()
+        name = next(name for name, each in segments if 0 <= offset - each.offset < each.size_bytes)
+        return BundleError(
+            f"{self._bundle.path} was changed in place while it was open: {size} bytes at {offset}, of "
+            f"segment {name!r}, are not what they were, also when they are read again; open it again, and "
+            "replace such a file by renaming another one over it"
+        )
+
+    def _read(self, name: str, on_bytes: Callable[[int], None]) -> xxhash.xxh3_128:
+        """Reads a segment, copies its resident parts, and computes the checksums of its blocks. Returns the
+        digest of all of it."""
+        segment, digest = self._bundle.layout.segments[name], xxhash.xxh3_128()
+        end = segment.offset + segment.size_bytes
+        waiting = sorted((each for each in self._again if segment.offset <= each[0] < end), reverse=True)
+        kept = [each for each in self._kept if segment.offset <= each[0] < end]
+        # Partly read blocks.
+        begun: list[tuple[int, int, xxhash.xxh3_64]] = []
+        for at in range(segment.offset, end, _READ_BYTES):
+            data = self._reader.read(at, min(_READ_BYTES, end - at))
+            digest.update(data.data)
+            if name == self._paged:
+                self._pages_of(at, len(data))[:] = _page_digests(data)
+            for offset, memory in kept:
+                begin, last = max(offset, at), min(offset + len(memory), at + len(data))
+                if begin < last:
+                    memory[begin - offset : last - offset] = data[begin - at : last - at]
+            while waiting and waiting[-1][0] < at + len(data):
+                begun.append((*waiting.pop(), xxhash.xxh3_64()))
+            blocks, begun = begun, []
+            for offset, size, block in blocks:
+                block.update(data[max(0, offset - at) : max(0, offset + size - at)].data)
+                if offset + size > at + len(data):
+                    begun.append((offset, size, block))
+                else:
+                    self._blocks[offset, size] = block.intdigest()
+            on_bytes(len(data))
+        return digest
+
+    def _pages_of(self, offset: int, size: int) -> np.ndarray:
+        first = (offset - self._bundle.layout.segments[self._paged].offset) // PAGE
+        return self._pages[first : first - (-size // PAGE)]
+
+
+def _page_digests(data: np.ndarray) -> np.ndarray:
+    pages = (data[at : at + PAGE].data for at in range(0, len(data), PAGE))
+    return np.fromiter(map(xxhash.xxh3_64_intdigest, pages), np.uint64)
 
 
 @dataclasses.dataclass
@@ -36,12 +147,10 @@ class StreamCounts:
     Attributes:
       read_bytes: bytes of pieces, without resident ones.
       read_s: time in which pieces were read, one or several.
-      waited_s: time for which computation waited.
     """
 
     read_bytes: int = 0
     read_s: float = 0.0
-    waited_s: float = 0.0
 
 
 @dataclasses.dataclass(eq=False)
@@ -72,7 +181,7 @@ class WeightStream:
         slots: int,
         slot_bytes: int,
         read_ahead: bool = True,
-        checksums: Checksums | None = None,
+        first_read: FirstRead | None = None,
     ) -> None:
         """Allocates all memory; reads nothing yet.
 
@@ -83,12 +192,12 @@ class WeightStream:
           slots: number of slots for all others, at least 2 if there are any.
           slot_bytes: bytes of a slot.
           read_ahead: whether the next piece is read while one is computed, or only on demand.
-          checksums: checksums of all blocks that will be read; None for no checks.
+          first_read: has the checksums of all blocks that will be read; None for no checks.
         """
         self.counts = StreamCounts()
         self._reader, self._pieces, self._kept = reader, list(pieces), {}
         self._whole = list(pieces)
-        self._checksums = checksums
+        self._first_read = first_read
         self._staying = {each: Slot(aligned(pieces[each].memory_bytes)) for each in resident}
         self._plan_reads()
         # The pieces of the pass after this one, if different.
@@ -128,7 +237,7 @@ class WeightStream:
 
     def offload(self, number: int) -> Slot:
         """Releases the memory of a resident piece, which is read in each pass from now on; returns its slot.
-        Requires slots for it, and its blocks in `checksums`."""
+        Requires slots for it, and its blocks in `first_read`."""
         with self._lock:
             slot = self._staying.pop(number)
             self._renumber()
@@ -161,7 +270,7 @@ class WeightStream:
             for number, piece in enumerate(self._pieces)
             if piece.ranges and number not in self._staying
         ]
-        sizes = [read_bytes(self._pieces[number]) for number in self._coming]
+        sizes = [self._pieces[number].read_bytes for number in self._coming]
         self._piece_bytes = sum(sizes) / max(1, len(sizes))
 
     def keep(self, kept: Mapping[int, np.ndarray]) -> None:
@@ -229,8 +338,11 @@ class WeightStream:
         try:
             yield slots
         finally:
-            if taken:
-                self._release(taken)
+            with self._lock:
+                for slot in [self._ahead.popleft() for _ in range(taken)]:
+                    slot.piece, slot.ready = -1, False
+                    self._free.append(slot)
+                self._freed.notify(taken)
 
     def close(self) -> None:
         """Stops the threads and closes the file."""
@@ -250,12 +362,9 @@ class WeightStream:
         slot, asked = self._coming_slot(number), time.perf_counter()
         while not slot.ready and meanwhile is not None and meanwhile(self._busy_s):
             pass
-        began = time.perf_counter()
         with self._lock:
             self._ended.wait_for(lambda: slot.ready)
-            now = time.perf_counter()
-            self.counts.waited_s += now - began
-            self._idle_s += now - asked
+            self._idle_s += time.perf_counter() - asked
             if slot.error is not None:
                 error = slot.error
                 self._drop_all()
@@ -318,13 +427,6 @@ class WeightStream:
         self._free += dropped
         self._freed.notify_all()
 
-    def _release(self, count: int) -> None:
-        with self._lock:
-            for slot in [self._ahead.popleft() for _ in range(count)]:
-                slot.piece, slot.ready = -1, False
-                self._free.append(slot)
-            self._freed.notify(count)
-
     def _run(self) -> None:
         while True:
             with self._lock:
@@ -351,7 +453,11 @@ class WeightStream:
                     self._ended.notify_all()
             try:
                 self._read(piece.ranges, slot.memory)
-                self._copy_kept(number, slot.memory)
+                # Resident ranges of a piece go next to those that were read, because buckets need the whole
+                # piece; a copy in memory takes far less time than a read.
+                for each in piece.kept if number in self._kept else ():
+                    part = slice(each.place, each.place + each.size_bytes)
+                    slot.memory[part] = self._kept[number][part]
             except Exception as error:  # Raised by the thread that waits.
                 slot.error = error
             with self._lock:
@@ -359,7 +465,7 @@ class WeightStream:
                 self._underway -= 1
                 if not self._underway:
                     self._ends_at = self._counted_at
-                self.counts.read_bytes += read_bytes(piece)
+                self.counts.read_bytes += piece.read_bytes
                 slot.ready = True
                 self._ended.notify_all()
 
@@ -370,24 +476,17 @@ class WeightStream:
         self._counted_at = now
 
     def _read(self, ranges: Sequence[Range], memory: np.ndarray) -> None:
+        first = self._first_read
+
         def read(block: tuple[int, int, int]) -> None:
             offset, place, size = block
             for _ in range(READS):
                 self._reader.read_into(memory, place, offset, size)
-                if self._checksums is None or self._checksums.same(offset, memory[place : place + size]):
+                if first is None or first.same(offset, memory[place : place + size]):
                     return
-            assert self._checksums is not None
-            raise self._checksums.changed(offset, size)
+            assert first is not None
+            raise first.changed(offset, size)
 
         blocks = read_blocks(ranges)
         # Handing over one of two blocks takes longer than the latency of its read.
         list(map(read, blocks) if len(blocks) <= _AT_A_TIME else self._pool.map(read, blocks))
-
-    def _copy_kept(self, number: int, memory: np.ndarray) -> None:
-        """Copies the resident ranges of a piece next to those that were read, because buckets need the whole
-        piece; a copy in memory takes far less time than a read."""
-        piece = self._pieces[number]
-        if isinstance(piece, LayerPiece) and number in self._kept:
-            for each in piece.kept:
-                part = slice(each.place, each.place + each.size_bytes)
-                memory[part] = self._kept[number][part]

@@ -1,5 +1,8 @@
-"""Streams the weights of a model from storage, piece by piece, as inputs of buckets."""
+"""Streams the weights of a model from storage, piece by piece, as inputs of buckets. Parts of each layer may
+always be in memory, with the embedding and the head: they draft, and shorten the reads of each layer.
+"""
 
+import abc
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -10,25 +13,143 @@ import jax
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.layout import PAGE, Extent, Tensor, row_step, rows_alone, rows_at
+from jaxllm.bundle.layout import PAGE, Extent, Tensor, low_segment, row_step, rows_alone, rows_at
 from jaxllm.config import ModelConfig
 from jaxllm.elastic.ladder import shared_sub_model, with_weights
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.models.layer_stack import STACK, layers_of, stack_by_address
 from jaxllm.models.parameters import ENCODER, Params, head_name
 from jaxllm.quant import Adapted, Weight
-from jaxllm.serving.buckets.parts import layer_params, shared_by_layers
-from jaxllm.serving.host.direct_io import PieceReader, Storage
+from jaxllm.serving.buckets.bucket import layer_params, shared_by_layers
+from jaxllm.serving.host.direct_io import PieceReader, Storage, aligned
 from jaxllm.serving.host.progress import Progress, loading
-from jaxllm.serving.weights.first_read import READS, Checksums, FirstRead
 from jaxllm.serving.weights.memory_plan import SLOTS, MemoryBudget, MemoryPlan, plan_memory
 from jaxllm.serving.weights.model_level import ModelLevel
-from jaxllm.serving.weights.pieces import LayerPiece, Passes, encoder_pieces, head_pieces, layer_pieces
-from jaxllm.serving.weights.prefetch import Meanwhile, Slot, StreamCounts, WeightStream
-from jaxllm.serving.weights.resident_parts import ResidentPart, piece_weights
+from jaxllm.serving.weights.pieces import (
+    LayerPiece,
+    Passes,
+    beside_level,
+    head_pieces,
+    layer_pieces,
+    segment_pieces,
+)
+from jaxllm.serving.weights.prefetch import READS, FirstRead, Meanwhile, Slot, StreamCounts, WeightStream
 
+# Segments outside of the layers: embedding, final norm, head.
+_OUTER = ("embed", "final")
 _PARAMETER = "embed.tokens"
 _THREADS = 4
+# Size limit of cached rows of the embedding, and their maximum share of the model.
+_KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
+
+
+class ResidentPart(abc.ABC):
+    """A part of each layer that is always in memory, with the embedding, the final norm and the head.
+
+    Attributes:
+      pieces: the rest of each layer, in order.
+      size_bytes: memory of the part, the embedding and the head.
+      weights: all parameters by name, after `load`; of layers that are not resident only the part is valid.
+      resizable: whether resident pieces can be released: not if they include a part.
+      slots: number of slots for pieces that are not resident.
+    """
+
+    resizable, slots = False, SLOTS
+
+    def __init__(self, bundle: Bundle, pieces: list[LayerPiece], part_bytes: int) -> None:
+        """Plans the memory of a part of a bundle's weights, which are read in place; reads nothing."""
+        self._bundle, self.pieces = bundle, pieces
+        outer = [name for name in _OUTER if name in bundle.layout.segments]
+        self._outer = segment_pieces(bundle.layout, outer, apart=True)
+        self.size_bytes = part_bytes + sum(each.memory_bytes for each in self._outer)
+        self._outer_memory: list[np.ndarray] = []
+        self.weights: dict[str, Weight] = {}
+
+    def load(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """Plans to read the part, except of layers that are resident as a whole, given with their memory as
+        `staying`; returns the memory of the `LayerPiece.kept` ranges of the other layers."""
+        for piece in self._outer:
+            memory = aligned(piece.memory_bytes)
+            first_read.keep(piece.ranges, memory)
+            self._outer_memory.append(memory)
+            self.weights |= self._bundle.segment_weights(piece.segment, memory[piece.start :])
+        return self._load_layers(first_read, staying)
+
+    def array(self, extent: Extent) -> np.ndarray:
+        """A view of an array of the embedding or the head, after `load`."""
+        for piece, memory in zip(self._outer, self._outer_memory, strict=True):
+            (whole,) = piece.ranges
+            at = extent.offset - whole.offset
+            if 0 <= at < whole.size_bytes:
+                return extent.array(memory[whole.place + at :][: extent.size_bytes])
+        raise KeyError(extent)
+
+    @abc.abstractmethod
+    def _load_layers(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        """`load` of the layers."""
+
+    @abc.abstractmethod
+    def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
+        """A layer's weights by their full names, from the memory of a piece."""
+
+
+class LevelMemory(ResidentPart):
+    """The units of a level. Each layer has address space for all of its units, and memory for the pages of
+    the level; `pieces` are the whole model's layers, whose ranges exclude the level's units."""
+
+    def __init__(self, bundle: Bundle, cfg: ModelConfig) -> None:
+        # Memory is allocated by pages.
+        level = layer_pieces(bundle.layout, cfg, gap_bytes=PAGE)
+        pieces = beside_level(layer_pieces(bundle.layout), level)
+        super().__init__(bundle, pieces, sum(each.kept_bytes for each in pieces))
+
+    def _load_layers(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        kept = {}
+        for piece in self.pieces:
+            if piece.layer not in staying:
+                kept[piece.layer] = aligned(piece.memory_bytes)
+                first_read.keep(piece.kept, kept[piece.layer])
+            self.weights |= self.layer_weights(piece, {**staying, **kept}[piece.layer])
+        return kept
+
+    def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
+        """See `ResidentPart`."""
+        return piece_weights(self._bundle, piece, memory)
+
+
+class HighPlanes(ResidentPart):
+    """The high planes of nested weights: of each layer only the low planes are read, and nothing is copied
+    into their pieces. There are twice as many slots as for whole layers, in the same memory: storage reads on
+    while drafts grow."""
+
+    resizable, slots = True, 2 * SLOTS
+
+    def __init__(self, bundle: Bundle) -> None:
+        layers = [f"layers.{layer}" for layer in range(bundle.cfg.layers)]
+        self._high = segment_pieces(bundle.layout, layers, apart=True)
+        pieces = segment_pieces(bundle.layout, [low_segment(each) for each in layers])
+        super().__init__(bundle, pieces, sum(each.memory_bytes for each in self._high))
+        self._memory: list[np.ndarray] = []
+
+    def _load_layers(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
+        for piece in self._high:
+            memory = aligned(piece.memory_bytes)
+            first_read.keep(piece.ranges, memory)
+            self._memory.append(memory[piece.start :])
+            self.weights |= self._bundle.segment_weights(piece.segment, self._memory[-1])
+        return {}
+
+    def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
+        """See `ResidentPart`; `memory` has the low planes."""
+        segment = self._high[piece.layer].segment
+        return self._bundle.segment_weights(segment, self._memory[piece.layer], memory[piece.start :])
+
+
+def piece_weights(bundle: Bundle, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
+    """The weights of a layer in a piece's memory, which has the file's layout."""
+    low = bundle.layout.low_offset(piece.segment)
+    own = memory[piece.start :]
+    return bundle.segment_weights(piece.segment, own, None if low is None else own[low:])
 
 
 class EmbeddingRows:
@@ -45,7 +166,7 @@ class EmbeddingRows:
         self,
         bundle: Bundle,
         reader: PieceReader,
-        checksums: Checksums,
+        first_read: FirstRead,
         *,
         kept_bytes: int,
         resident: Callable[[Extent], np.ndarray] | None = None,
@@ -55,11 +176,11 @@ class EmbeddingRows:
         Args:
           bundle: an open bundle.
           reader: reader of its file.
-          checksums: checksums of the pages of `segment` (see `FirstRead.watch_pages`).
+          first_read: has the checksums of the pages of `segment` (see `FirstRead.watch_pages`).
           kept_bytes: size limit of cached rows.
           resident: returns a view of an extent of the embedding; None if it is not in memory.
         """
-        self._bundle, self._reader, self._checksums = bundle, reader, checksums
+        self._bundle, self._reader, self._first_read = bundle, reader, first_read
         self._resident = resident
         self._tensor = bundle.layout.tensors[_PARAMETER]
         self.segment = self._tensor.segment
@@ -97,16 +218,14 @@ class EmbeddingRows:
 
     def _panels(self, firsts: set[int]) -> dict[int, list[np.ndarray]]:
         """First row of a panel -> its parts."""
-        if (resident := self._resident) is not None:
-            return {
-                first: [resident(each) for each in rows_at(self._tensor, first, self._step)]
-                for first in firsts
-            }
-        missing = sorted(firsts - self._kept.keys())
+        array = self._resident or self._checked
 
         def read(first: int) -> list[np.ndarray]:
-            return [self._checked(each) for each in rows_at(self._tensor, first, self._step)]
+            return [array(each) for each in rows_at(self._tensor, first, self._step)]
 
+        if self._resident is not None:
+            return {first: read(first) for first in firsts}
+        missing = sorted(firsts - self._kept.keys())
         self._kept.update(zip(missing, self._pool.map(read, missing), strict=True))
         found = {first: self._kept.pop(first) for first in firsts}
         # In the order of last use.
@@ -124,13 +243,9 @@ class EmbeddingRows:
         at = extent.offset - start - begin
         for _ in range(READS):
             data = self._reader.read(start + begin, end - begin)
-            if self._checksums.same_pages(start + begin, data):
+            if self._first_read.same_pages(start + begin, data):
                 return extent.array(data[at : at + extent.size_bytes].copy())
-        raise self._checksums.changed(start + begin, end - begin)
-
-
-# Size limit of cached rows of the embedding, and their maximum share of the model.
-_KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
+        raise self._first_read.changed(start + begin, end - begin)
 
 
 def kept_rows_bytes(weight_bytes: int) -> int:
@@ -144,6 +259,7 @@ class StreamedWeights:
     Attributes:
       plan: the division of the budget.
       resident_bytes: bytes of resident pieces, which `resize` changes.
+      counts: counts of reads.
     """
 
     def __init__(
@@ -174,7 +290,9 @@ class StreamedWeights:
         """
         self._bundle, self._reader = bundle, PieceReader(bundle.path, storage, error=BundleError)
         self._part = part
-        encoder = encoder_pieces(bundle.layout)
+        cfg = bundle.cfg.encoder
+        names = [f"{ENCODER}layers.{layer}" for layer in range(0 if cfg is None else cfg.layers)]
+        encoder = segment_pieces(bundle.layout, names)
         layers = layer_pieces(bundle.layout) if self._part is None else self._part.pieces
         largest = max(each.memory_bytes for each in (*encoder, *layers))
         # With a resident part, embedding and head are resident, too.
@@ -204,14 +322,15 @@ class StreamedWeights:
             slots=self.plan.slots,
             slot_bytes=self.plan.slot_bytes,
             read_ahead=read_ahead,
-            checksums=first_read.checksums,
+            first_read=first_read,
         )
         self._sizes, self.resident_bytes = sizes, self.plan.resident_bytes
+        self.counts: StreamCounts = self._stream.counts
         staying = self._stream.staying()
         for number, memory in staying.items():
             piece = passes.whole[number]
             first_read.keep((*piece.ranges, *piece.kept), memory)
-        for pieces in passes.all_reads:
+        for pieces in (passes.whole, passes.of_tokens, passes.of_source, *passes.of_level.values()):
             for number, piece in enumerate(pieces):
                 if number not in staying or self.resizable:
                     first_read.watch(piece.ranges)
@@ -222,20 +341,15 @@ class StreamedWeights:
         self._rows = EmbeddingRows(
             bundle,
             self._reader,
-            first_read.checksums,
+            first_read,
             kept_bytes=rows_bytes,
-            resident=self._part.outer.array if self._part else None,
+            resident=self._part.array if self._part else None,
         )
         if self._part is None:
             first_read.watch_pages(self._rows.segment)
         first_read.run(loading(progress, bundle.weight_bytes))
-        self._placed: dict[tuple[int, int], dict[str, Weight]] = {}
+        # Parameters in a slot's memory, by its identity, the piece in it, and the version of the weights.
         self._made: dict[tuple[int, int, tuple[int, int]], Any] = {}
-
-    @property
-    def counts(self) -> StreamCounts:
-        """Counts of reads."""
-        return self._stream.counts
 
     @property
     def idle_read_s(self) -> float:
@@ -270,17 +384,11 @@ class StreamedWeights:
         for number in sorted(there - kept):
             slot = self._stream.offload(number)
             # They alias its memory, and another slot may get its identity.
-            self._placed = {key: each for key, each in self._placed.items() if key[0] != id(slot)}
             self._made = {key: each for key, each in self._made.items() if key[0] != id(slot)}
             self.resident_bytes -= self._sizes[number]
         for number in sorted(kept - there):
             self._stream.hold(number)
             self.resident_bytes += self._sizes[number]
-
-    @property
-    def caching(self) -> str:
-        """Mode of reads: "direct" or "buffered"."""
-        return self._reader.caching
 
     def facts(self) -> dict[str, Any]:
         """The division of the budget and the counts of reads, for reports."""
@@ -292,7 +400,7 @@ class StreamedWeights:
             "read_bytes": counts.read_bytes,
             "pass_bytes": self._stream.pass_bytes,
             "read_bytes_per_s": round(counts.read_bytes / counts.read_s) if counts.read_s else None,
-            "caching": self.caching,
+            "caching": self._reader.caching,
         }
 
     def frozen(self) -> dict[str, Weight]:
@@ -351,8 +459,8 @@ class StreamedWeights:
 
         They are valid until the context ends; dispatches that use them must have ended by then.
         """
-        with self._stream.piece(self._passes.first_layer + layer, meanwhile) as slot:
-            yield self._layer_in(slot, self._passes.first_layer + layer, model, layer)
+        with self.layers(model, layer, 1, meanwhile) as (one,):
+            yield one
 
     @contextlib.contextmanager
     def layers(
@@ -376,7 +484,13 @@ class StreamedWeights:
         key = id(slot), number, model.weights_version
         made = self._made.get(key)
         if made is None:
-            own = {name.removeprefix(ENCODER): each for name, each in self._weights(slot, number).items()}
+            piece = self._passes.whole[number]
+            assert isinstance(piece, LayerPiece)
+            if self._part is None or number < self._passes.first_layer:
+                weights = piece_weights(self._bundle, piece, slot.memory)
+            else:
+                weights = self._part.layer_weights(piece, slot.memory)
+            own = {name.removeprefix(ENCODER): each for name, each in weights.items()}
             made = _with_weights(model, layer, own)
             if self._bundle.read_in_place:
                 # Without former versions of the level.
@@ -395,19 +509,20 @@ class StreamedWeights:
             return
         place = self._passes.first_head + number
         with self._stream.piece(place, meanwhile) as slot:
-            key = id(slot), place
-            placed = self._placed.get(key)
-            if placed is None:
+            # All levels share the head.
+            key = id(slot), place, (0, 0)
+            weight = self._made.get(key)
+            if weight is None:
                 places = dict(zip(piece.extents, (each.place for each in piece.ranges), strict=True))
 
                 def view(extent: Extent) -> np.ndarray:
                     return extent.array(slot.memory[places[extent] :][: extent.size_bytes])
 
                 tensor = rows_alone(self._bundle.layout.tensors[name], piece.extents)
-                placed = {name: self._bundle.place(tensor, (piece.count, self._bundle.cfg.hidden_size), view)}
+                weight = self._bundle.place(tensor, (piece.count, self._bundle.cfg.hidden_size), view)
                 if self._bundle.read_in_place:
-                    self._placed[key] = placed
-            yield placed[name]
+                    self._made[key] = weight
+            yield weight
 
     def close(self) -> None:
         """Stops all threads and closes the file."""
@@ -423,20 +538,6 @@ class StreamedWeights:
             for name, tensor in layout.tensors.items()
             if not name.removeprefix(ENCODER).startswith("layers.") and name not in matrices
         }
-
-    def _weights(self, slot: Slot, number: int) -> dict[str, Weight]:
-        key = id(slot), number
-        if key in self._placed:
-            return self._placed[key]
-        piece = self._passes.whole[number]
-        assert isinstance(piece, LayerPiece)
-        if self._part is None or number < self._passes.first_layer:
-            weights = piece_weights(self._bundle, piece, slot.memory)
-        else:
-            weights = self._part.layer_weights(piece, slot.memory)
-        if self._bundle.read_in_place:
-            self._placed[key] = weights
-        return weights
 
 
 def _with_weights(model: ModelLevel, layer: int, weights: Mapping[str, Weight]) -> dict[str, Any]:

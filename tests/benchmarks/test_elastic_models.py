@@ -22,7 +22,7 @@ from jaxllm.cli.main import cli
 from jaxllm.elastic.ladder import Ladder, is_unit_parameter
 from jaxllm.elastic.slo import Slo
 from jaxllm.models.parameters import param_specs, parameter_count
-from jaxllm.serving.evaluation.scoring import score_options
+from jaxllm.serving.evaluation.tasks import score_options
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.questions import Question, branching

@@ -31,7 +31,7 @@ from jaxllm.training.seq2seq.pairs import TextPairs
 from jaxllm.training.seq2seq.run import pair_tokenizer, write_seq2seq
 from tests import tiny_encdec
 from tests.serving.experts.conftest import CFG, drawn_params
-from tests.serving.test_streamed_encoder_decoders import SWITCH
+from tests.serving.test_encoder_decoders import SWITCH
 from tests.tiny import tiny_params, write_tiny_folder
 from tests.training.seq2seq.tiny import SWITCH as TINY
 from tests.training.seq2seq.tiny import tiny_recipe

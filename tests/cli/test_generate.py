@@ -12,7 +12,7 @@ from jaxllm.cli.model_choice import ModelChoice, speculation
 from jaxllm.errors import ConfigError
 from jaxllm.models.encoder.image_input import IMAGE
 from jaxllm.prepare import prepare
-from jaxllm.serving.engine.answer import Answer
+from jaxllm.serving.engine.step import Answer
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.text.tokenizer import Tokenizer
 from tests import tiny_encdec

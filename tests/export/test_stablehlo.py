@@ -27,7 +27,7 @@ from jaxllm.export.stablehlo import PLATFORMS, export_stablehlo, traced, verify
 from jaxllm.export.subject import read_subject
 from jaxllm.models.decoder import forward_documents, logits
 from jaxllm.sampling import Sampling
-from jaxllm.serving.buckets.store import CompiledBucketFolder
+from jaxllm.serving.buckets.bucket_table import CompiledBucketFolder
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape

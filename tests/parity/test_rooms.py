@@ -43,7 +43,7 @@ from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.evaluation.scoring import score_options
+from jaxllm.serving.evaluation.tasks import score_options
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.opening.weight_source import budget_with_experts
 from jaxllm.serving.runners.runner import prefill_prompt

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import tokenizers
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.ground.text_stream import Detokenizer, StopMatcher, TextStream
+from jaxllm.serving.ground.text_stream import Detokenizer, TextStream
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 TRAINING_TEXT = [
@@ -161,6 +162,11 @@ def test_runs_of_invalid_bytes_flow_and_genuine_replacement_characters_stay(name
         text = "é" + "\ufffd" * count + "é"
         ids = byte_ids(tokenizer, name, text.encode())
         assert "".join(stream(tokenizer, ids, [1])) == tokenizer.decode(ids) == text
+    if name == "byte-fallback":
+        # A byte-fallback decoder gives up a whole run; the stream recovers inside it.
+        ids = byte_ids(tokenizer, name, b"\x80" + "世".encode() * 60)
+        assert "".join(stream(tokenizer, ids, [1])).endswith("世世世")
+        assert "世" not in tokenizer.decode(ids)
 
 
 def byte_ids(tokenizer: Tokenizer, name: str, data: bytes) -> list[int]:
@@ -178,30 +184,6 @@ def gpt2_byte(letter: str) -> int:
     shifted = [byte for byte in range(256) if byte not in printable]
     code = ord(letter)
     return code if code < 256 else shifted[code - 256]
-
-
-def test_text_after_invalid_bytes_is_shown_again() -> None:
-    """A byte-fallback decoder gives up a whole run; the stream recovers inside it."""
-    tokenizer = TOKENIZERS["byte-fallback"]
-    ids = byte_ids(tokenizer, "byte-fallback", b"\x80" + "世".encode() * 60)
-    pieces = stream(tokenizer, ids, [1])
-    assert "".join(pieces).endswith("世世世")
-    assert "世" not in tokenizer.decode(ids)
-
-
-def test_tokens_that_straddle_characters_flow() -> None:
-    """Each token ends one character and begins the next: no boundary between two tokens is clean."""
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    by_byte = {gpt2_byte(letter): letter for letter in letters}
-    head, middle = by_byte[0xE4], by_byte[0xB8] + by_byte[0xAD]
-    vocabulary = {piece: index for index, piece in enumerate([*sorted(letters), middle, middle + head])}
-    raw = tokenizers.Tokenizer(models.BPE(vocabulary, []))
-    raw.decoder = decoders.ByteLevel()
-    tokenizer = wrap(raw)
-    ids = [vocabulary[head]] + [vocabulary[middle + head]] * 99 + [vocabulary[middle]]
-    detokenizer = Detokenizer(tokenizer)
-    pieces = [detokenizer.push([token]) for token in ids]
-    assert pieces == [""] + ["中"] * 100
 
 
 class CountingDecoder:
@@ -225,9 +207,6 @@ def test_the_cost_of_a_token_is_constant(name: str, kind: str) -> None:
     for token in (ids[kind] * 10)[:2000]:
         detokenizer.push([token])
     assert counting.decoded_tokens <= 40 * 2000
-
-
-# With stop strings.
 
 
 @given(sizes=st.lists(st.integers(1, 7), min_size=1, max_size=4))
@@ -264,7 +243,7 @@ def test_a_stop_may_come_with_the_flush_and_what_was_held_back_for_one_too() -> 
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """What `StopMatcher` shows of `text`, one character at a time: slow and plain."""
+    """What `TextStream` shows of `text`, one character at a time: slow and plain."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -280,34 +259,26 @@ def first_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 )
 @settings(max_examples=150)
 def test_stops_match_the_plain_search(text: str, stops: list[str], cuts: list[int]) -> None:
-    matcher = StopMatcher(stops)
+    matcher = TextStream(TOKENIZERS["bytes"], stops)
     expected, matched = first_stop(text, stops)
-    shown, stopped = "", False
+    shown = ""
     bounds = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
     for start, end in itertools.pairwise(bounds):
-        piece, stopped = matcher.push(text[start:end])
-        shown += piece
+        shown += matcher.push_text(text[start:end])
         # Never more than what every continuation would show.
         assert expected.startswith(shown)
-        if not stopped:
+        if not matcher.stopped:
             # Nor less: what is withheld may still begin a stop string.
             withheld = text[len(shown) : end]
             assert withheld == "" or any(stop.startswith(withheld) and stop != withheld for stop in stops)
     shown += matcher.flush()
     assert (shown, matcher.matched) == (expected, matched)
-    assert stopped == (matched is not None)
 
 
-@pytest.mark.parametrize(
-    ("stops", "message"),
-    [
-        ([""], "1 to 256 characters, got ''"),
-        (["a" * 257], "1 to 256 characters"),
-        ([5], "got 5"),
-        (["a"] * 17, "at most 16 stop strings are allowed, got 17"),
-        ("abc", "must be a list"),
-    ],
-)
-def test_bad_stops_are_refused(stops: Sequence[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        StopMatcher(stops)
+def test_bad_stops_are_refused() -> None:
+    many: list[Any] = [[""], ["a" * 257], [5], ["a"] * 17, "abc"]
+    for stops, message in zip(
+        many, ("1 to 256", "1 to 256", "got 5", "got 17", "must be a list"), strict=True
+    ):
+        with pytest.raises(ConfigError, match=message):
+            TextStream(TOKENIZERS["bytes"], stops)

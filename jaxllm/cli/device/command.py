@@ -37,9 +37,9 @@ from jaxllm.export.device.service import ProgramService
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.option_types import Level, Size
 from jaxllm.options import combined
-from jaxllm.serving.engine.answer import Answer
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.engine.step import Answer
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.machine import process_age_ms, process_memory
 from jaxllm.text.prompts import Prompt

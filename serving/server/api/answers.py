@@ -17,8 +17,7 @@ from jaxllm.sampling_state import Sampling
 from jaxllm.serving.elastic.objectives import Objective
 from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS, TokenLogprob
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.guided.grammar import Grammar
-from jaxllm.serving.guided.narrowing import narrowed
+from jaxllm.serving.guided.grammar import Grammar, narrowed
 from jaxllm.serving.server.api.errors import ApiError, api_error
 from jaxllm.serving.server.api.messages import ToolUse
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Streamed

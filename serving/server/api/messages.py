@@ -9,7 +9,7 @@ import msgspec
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.guided.grammar import Grammar
-from jaxllm.serving.images.files import image_bytes, image_part
+from jaxllm.serving.images.prompt import image_bytes, image_part
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.requests import convert, new_id
 from jaxllm.serving.server.api.tools import ToolScanner, family_of, forced, optional
@@ -176,7 +176,7 @@ def text_of(
 def content_of(
     content: str | Sequence[Mapping[str, Any]] | None, at: str, *, images: bool
 ) -> str | list[dict[str, Any]]:
-    """A message's content: its text, or its parts if it has images (see `jaxllm.serving.images.files`).
+    """A message's content: its text, or its parts if it has images (see `jaxllm.serving.images.prompt`).
 
     Args:
       content: a text, or parts in OpenAI's format.

@@ -21,7 +21,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from jaxllm.serving.contexts.encryption import Vault
-from jaxllm.serving.images.files import IMAGES, taken_apart
+from jaxllm.serving.images.prompt import IMAGES, split_images
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.stored_responses import ResponseStore
 from jaxllm.serving.server.backend import Backend
@@ -210,7 +210,7 @@ class ApiState:
           ApiError: there are too many images.
           JaxllmError: see `Backend.encode_images`.
         """
-        plain, files = taken_apart(messages)
+        plain, files = split_images(messages)
         if len(files) > IMAGES:
             message = f"the messages have {len(files)} images; at most {IMAGES} are allowed, send fewer"
             raise ApiError(message, param="messages")

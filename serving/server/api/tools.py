@@ -12,8 +12,7 @@ import string
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from jaxllm.serving.guided.grammar import Grammar
-from jaxllm.serving.guided.narrowing import narrowed, without_notes
+from jaxllm.serving.guided.grammar import Grammar, narrowed, without_notes
 
 # Mistral's templates require ids of this form.
 _LETTERS, _LENGTH = string.ascii_letters + string.digits, 9
@@ -231,7 +230,7 @@ def forced(family: Family, tools: Sequence[Mapping[str, Any]], *, several: bool)
     """The grammar of one call, or of several.
 
     Each tool's parameters are a separate schema with its own definitions, narrowed so that calls end (see
-    `jaxllm.serving.guided.narrowing`).
+    `jaxllm.serving.guided.grammar`).
 
     Args:
       family: family of the model.

@@ -1,5 +1,6 @@
-"""Tests the keys of compiled buckets on disk, and engines that find theirs."""
+"""Tests the bucket table, the keys of compiled buckets on disk, and engines that find theirs."""
 
+import concurrent.futures
 import dataclasses
 import shutil
 import types
@@ -13,25 +14,25 @@ import numpy as np
 import pytest
 
 import jaxllm
-import jaxllm.serving.buckets.store
 from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.config import RopeConfig
+from jaxllm.errors import BucketMissing, JaxllmError
 from jaxllm.quant import quantize
+from jaxllm.serving.buckets import bucket_table
 from jaxllm.serving.buckets.bucket import Bucket
-from jaxllm.serving.buckets.model import BatchBucket, DecodeBucket, PrefillBucket, SampleBucket, StartBucket
-from jaxllm.serving.buckets.store import (
+from jaxllm.serving.buckets.bucket_table import (
     BucketStore,
+    BucketTable,
     CompiledBucketFolder,
     environment_facts,
     params_digest,
     source_digest,
 )
+from jaxllm.serving.buckets.model import DecodeBucket, PrefillBucket, SampleBucket, StartBucket
 from jaxllm.serving.engine.request import Session
-from jaxllm.serving.engine.step import batchable, decode_together, step
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.runners.scorer import ScoreBucket
-from tests.kernels.switching import needs_native
-from tests.tiny import TINY, random_params, write_tiny_bundle
+from tests.tiny import TINY
 
 pytestmark = pytest.mark.usefixtures("own_compilations")
 
@@ -41,6 +42,65 @@ BUCKET = PrefillBucket(tokens=16, cache_tokens=64)
 FOLDER = CompiledBucketFolder(Path("nowhere"), limit_bytes=0)
 PROMPT = [5, 9, 2, 44, 17]
 CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
+
+
+# The table: it compiles what it is asked for, once, and gives nothing else.
+
+
+@dataclasses.dataclass
+class Shapes:
+    """What the buckets of these tests are lowered from, and how often."""
+
+    factor: int
+    lowered: int = 0
+    fails: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimesBucket(Bucket):
+    """Multiplies by the level's factor."""
+
+    size: int
+
+    def lower(self, model: Shapes, /) -> jax.stages.Lowered:
+        """(x) -> product."""
+        model.lowered += 1
+        if model.fails:
+            raise RuntimeError("out of memory")
+        return jax.jit(lambda x: x * model.factor).lower(np.zeros(self.size, np.float32))
+
+
+class PlusBucket(TimesBucket):
+    """Another family with the same fields."""
+
+    def lower(self, model: Shapes, /) -> jax.stages.Lowered:
+        """(x) -> sum."""
+        return jax.jit(lambda x: x + model.factor).lower(np.zeros(self.size, np.float32))
+
+
+def test_a_table_compiles_each_bucket_once_and_gives_nothing_else():
+    two, three, calls = TimesBucket(size=2), TimesBucket(size=3), []
+    model = Shapes(5, fails=True)
+    buckets, plus, half = BucketTable(model), PlusBucket(size=2), dataclasses.replace(two, level=50)
+    buckets.add_level(50, Shapes(7))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        buckets.fill([two])
+    # One that failed may be asked for again.
+    concurrent.futures.wait(buckets._pending.values())
+    model.fails, model.lowered = False, 0
+    # Families with equal fields are different, and levels are lowered from their own models.
+    buckets.fill([two, two, plus, half], lambda *each: calls.append(each))
+    buckets.fill([two])
+    assert (model.lowered, set(buckets.bucket_ms), buckets.loaded) == (1, {two, plus, half}, set())
+    assert calls[-1] == ("compile", 3, 3)
+    x = np.ones(2, np.float32)
+    assert [buckets.get(each)(x).tolist() for each in (two, plus, half)] == [[5, 5], [6, 6], [7, 7]]
+    assert (two in buckets, three in buckets) == (True, False)
+    with pytest.raises(BucketMissing, match=r"TimesBucket\(level=100, size=3\)"):
+        buckets.get(three)
+    buckets.close()
+    with pytest.raises(JaxllmError, match="closed"):
+        buckets.get(two)
 
 
 # The key.
@@ -55,8 +115,8 @@ def key(**change: Any) -> str:
 def test_what_a_bucket_depends_on_changes_its_key():
     base = key()
     assert len(bytes.fromhex(base)) == 32
-    # Where buckets are kept does not.
-    assert key() == base == key(options=dataclasses.replace(OPTIONS, buckets_bytes=7))
+    # Where buckets are kept, and which batches are asked for, does not.
+    assert key() == base == key(options=dataclasses.replace(OPTIONS, buckets_bytes=7, batch_rows=(2,)))
     changes = [
         dict(params={"q": np.zeros(3, np.float32)}),
         dict(kernels="l"),
@@ -87,12 +147,9 @@ def test_parameters_are_told_apart_by_name_shape_dtype_and_structure():
         {"b": rows},
         {"a": rows, "b": rows},
         {"a": rows[:32]},
-        {"a": rows.reshape(-1)},
         {"a": rows.astype(np.float16)},
         {"a": (rows,)},
-        {"a": [rows]},
         {"a": quantize(rows, bits=8, axis=-1)},
-        {"a": quantize(rows, bits=8, axis=-2)},
         {"a": quantize(rows, bits=4, axis=-1)},
         # A field that is no array: it changes nothing but the structure.
         {"a": dataclasses.replace(quantize(rows, bits=4, axis=-1), columns=63)},
@@ -110,8 +167,8 @@ def other_device(patch: pytest.MonkeyPatch, **change: Any) -> None:
 
 
 CIRCUMSTANCES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
-    "jaxllm": lambda patch: patch.setattr(jaxllm.serving.buckets.store, "__version__", "9"),
-    "source": lambda patch: patch.setattr(jaxllm.serving.buckets.store, "_SOURCE_DIGEST", "9"),
+    "jaxllm": lambda patch: patch.setattr(bucket_table, "__version__", "9"),
+    "source": lambda patch: patch.setattr(bucket_table, "_SOURCE_DIGEST", "9"),
     "python": lambda patch: patch.setattr("sys.version_info", (3, 99, 0, "final", 0)),
     "interpreter": lambda patch: patch.setattr("sys.implementation.cache_tag", "other"),
     "jax": lambda patch: patch.setattr(jax, "__version__", "9"),
@@ -123,68 +180,53 @@ CIRCUMSTANCES: dict[str, Callable[[pytest.MonkeyPatch], Any]] = {
     "device": lambda patch: other_device(patch, device_kind="H200"),
     "driver": lambda patch: other_device(patch, client=types.SimpleNamespace(platform_version="12.9")),
     "devices": lambda patch: patch.setattr(jax, "device_count", lambda: 3),
-    "cores": lambda patch: patch.setattr(jaxllm.serving.buckets.store, "usable_cores", lambda: 77),
-    "cpu": lambda patch: patch.setattr(jaxllm.serving.buckets.store, "cpu_features", lambda: ["flags: mmx"]),
+    "cores": lambda patch: patch.setattr(bucket_table, "usable_cores", lambda: 77),
+    "cpu": lambda patch: patch.setattr(bucket_table, "cpu_features", lambda: ["flags: mmx"]),
 }
 
 
-@pytest.mark.parametrize("change", CIRCUMSTANCES.values(), ids=CIRCUMSTANCES)
-def test_circumstances_that_change_buckets_are_told_apart(monkeypatch, change):
+def test_circumstances_that_change_buckets_are_told_apart(monkeypatch):
     before = environment_facts()
-    assert environment_facts() == before
-    change(monkeypatch)
-    assert environment_facts() != before
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "counts"),
-    [
-        ("jax_default_matmul_precision", "highest", True),
+    for name, change in CIRCUMSTANCES.items():
+        with monkeypatch.context() as patch:
+            change(patch)
+            assert environment_facts() != before, name
+        assert environment_facts() == before
+    # Settings of JAX count, too, but for logs.
+    for setting, value, counts in (
         ("jax_threefry_partitionable", False, True),
         ("jax_log_compiles", True, False),
-    ],
-)
-def test_settings_of_jax_are_told_apart_but_for_logs(setting, value, counts):
-    before, old = environment_facts(), jax.config.values[setting]
-    jax.config.update(setting, value)
-    try:
-        assert (environment_facts() != before) == counts
-    finally:
-        jax.config.update(setting, old)
+    ):
+        old = jax.config.values[setting]
+        jax.config.update(setting, value)
+        try:
+            assert (environment_facts() != before) == counts
+        finally:
+            jax.config.update(setting, old)
 
 
 def test_the_source_is_told_apart_by_place_and_content(tmp_path: Path):
-    def digest(**files: str) -> str:
+    def digest(files: dict[str, str]) -> str:
         folder = tmp_path / str(len(list(tmp_path.iterdir())))
         for name, text in files.items():
-            path = folder / name.replace("__", "/").replace("_dot_", ".")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
         return source_digest(str(folder))
 
-    base = digest(a_dot_py="1", b__c_dot_py="2")
-    assert base == digest(a_dot_py="1", b__c_dot_py="2", README_dot_md="3")
-    assert base != digest(a_dot_py="1", b__c_dot_py="3")
-    assert base != digest(a_dot_py="1", c_dot_py="2")
-    assert base != digest(a_dot_py="12", b__c_dot_py="")
-    assert base != digest(a_dot_py="1", b__c_dot_py="2", kernels_dot_abi3_dot_so="3")
+    files = {"a.py": "1", "b/c.py": "2"}
+    others = [{"b/c.py": "3"}, {"b/c.py": "", "a.py": "12"}, {"kernels.abi3.so": "3"}, {"c.py": "2"}]
+    digests = {digest(files), digest(files | {"README.md": "3"})}
+    assert len(digests) == 1
+    assert len(digests | {digest(files | other) for other in others}) == 5
     # Ours is all that a bucket is made from.
     root = Path(jaxllm.__file__).parent
-    modules = {*jaxllm.serving.buckets.store._modules(str(root))}
-    parts = ("steps/model", "models/layer", "models/decoder", "kernels/native", "serving/runners/resident")
+    modules = {*bucket_table._modules(str(root))}
+    parts = ("steps/model", "models/layer", "kernels/native", "serving/runners/resident")
     assert {str(root / f"{part}.py") for part in parts} <= modules
     assert all("__pycache__" not in path for path in modules)
 
 
 # Engines.
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The place of the executables in a cache of this test's own, switched on."""
-    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.delenv("JAXLLM_BUCKETS_BYTES")
-    return tmp_path / "cache" / "executables"
 
 
 @pytest.fixture(scope="module")
@@ -198,16 +240,17 @@ def first(tiny_bundle: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 
 
 @pytest.fixture
-def filled(cache: Path, first: tuple[Engine, Path]) -> Path:
-    """A copy of what the first engine left."""
-    shutil.copytree(first[1], cache)
-    return cache
+def filled(first: tuple[Engine, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of what the first engine left, in a cache of this test's own."""
+    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("JAXLLM_BUCKETS_BYTES")
+    return Path(shutil.copytree(first[1], tmp_path / "cache" / "executables"))
 
 
-def started(bundle: Path, families: tuple[type[Bucket], ...] = (Bucket,), **options: Any) -> Engine:
-    """An engine with buckets of these families, or with all."""
-    engine = Engine.open(bundle, options=dataclasses.replace(OPTIONS, **options), warm_up=False)
-    engine.runner.fill(each for each in engine.runner.buckets_for() if isinstance(each, families))
+def started(bundle: Path) -> Engine:
+    """An engine with all of its buckets."""
+    engine = Engine.open(bundle, options=OPTIONS, warm_up=False)
+    engine.runner.fill(engine.runner.buckets_for())
     return engine
 
 
@@ -229,15 +272,6 @@ def test_a_second_engine_compiles_nothing_and_says_the_same_to_the_bit(tiny_bund
     assert len(list(filled.iterdir())) == len(engine.runner.buckets_for())
     logits = [prefill_prompt(each.runner, each.runner.start(9), PROMPT, 0)[0] for each in (engine, second)]
     assert np.asarray(logits[0]).tobytes() == np.asarray(logits[1]).tobytes()
-    # It updates its cache in place.
-    before = second.runner.start(9)
-    places = [rows.unsafe_buffer_pointer() for rows in (*before.keys, *before.values)]
-    _, after = prefill_prompt(second.runner, before, PROMPT, 0)
-    assert [rows.unsafe_buffer_pointer() for rows in (*after.keys, *after.values)] == places
-    assert all(rows.is_deleted() for rows in before.keys)
-    for bucket in (each for each in buckets.loaded if isinstance(each, PrefillBucket | DecodeBucket)):
-        memory = buckets.get(bucket).memory_analysis()
-        assert memory.alias_size_in_bytes >= sum(rows.nbytes for rows in (*after.keys, *after.values))
 
 
 def test_a_start_reads_ahead_what_a_short_request_needs(tiny_bundle, filled, compiles):
@@ -251,60 +285,3 @@ def test_a_start_reads_ahead_what_a_short_request_needs(tiny_bundle, filled, com
         assert buckets.get(SampleBucket()) is ahead[SampleBucket()].result()
         assert not buckets._ahead
     assert count() == 0
-
-
-@pytest.mark.parametrize("how", ["option", "environment"])
-def test_the_switch(tiny_bundle, cache, monkeypatch, how):
-    if how == "environment":
-        monkeypatch.setenv("JAXLLM_BUCKETS_BYTES", "0")
-    off = dict(buckets_bytes=0) if how == "option" else {}
-    for _ in range(2):
-        assert started(tiny_bundle, (StartBucket,), **off).runner.buckets.loaded == set()
-    assert not cache.exists()
-    # An option goes before the environment.
-    monkeypatch.setenv("JAXLLM_BUCKETS_BYTES", "0")
-    started(tiny_bundle, (StartBucket,), buckets_bytes=1 << 20)
-    assert len(list(cache.iterdir())) == 1
-
-
-def test_weights_of_one_shape_share_buckets_and_others_do_not(tiny_bundle, tmp_path, filled):
-    other = write_tiny_bundle(tmp_path / "other", params=random_params(TINY, seed=3))
-    engine = started(other)
-    assert engine.runner.buckets.loaded == set(engine.runner.buckets_for())
-    narrow = started(write_tiny_bundle(tmp_path / "narrow", "int8"), (StartBucket,))
-    assert narrow.runner.buckets.loaded == set()
-
-
-# Buckets of batches: made where options ask for them.
-BATCHES = EngineOptions(
-    context_tokens=32, chunk_tokens=(16,), decode_block=4, batch_rows=(2,), buckets_bytes=1 << 30
-)
-PAIR = BatchBucket(rows=2, block_tokens=4, cache_tokens=32)
-
-
-def decoded(engine):
-    config = GenerationConfig(max_tokens=4, ignore_eos=True)
-    runs = [engine.stream([at, 3], config) for at in (5, 9)]
-    while not all(map(batchable, runs)):
-        step(*(run for run in runs if not batchable(run)))
-    decode_together(runs, most_tokens=3)
-    return [run.tokens for run in runs], [engine.generate([at, 3], config).tokens for at in (5, 9)]
-
-
-@needs_native
-def test_a_bucket_is_kept_and_found_whatever_batches_are_asked_for(tmp_path, monkeypatch, compiles):
-    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
-    path = write_tiny_bundle(tmp_path / "tiny.jaxllm", "int8")
-    first = Engine.open(path, options=BATCHES)
-    buckets = first.model.runners.buckets
-    assert PAIR in buckets.bucket_ms
-    assert PAIR not in buckets.loaded
-    expected, alone = decoded(first)
-    assert expected == alone
-    with compiles() as count:
-        again = Engine.open(path, options=BATCHES)
-    assert (count(), PAIR in again.model.runners.buckets.loaded) == (0, True)
-    assert decoded(again)[0] == expected
-    without = Engine.open(path, options=dataclasses.replace(BATCHES, batch_rows=()))
-    assert without.model.facts()["compiled_buckets"] == 0
-    assert PAIR not in without.model.runners.buckets

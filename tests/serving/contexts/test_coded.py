@@ -15,6 +15,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.serving.contexts import restore
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.engine.step import batchable, decode_together, step
+from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from tests.kernels.switching import needs_native
@@ -273,8 +274,8 @@ def test_what_cannot_is_refused_by_name(kept, engine_of, coded_engine, monkeypat
         coded_engine("int8-nested", cache_dtype="bfloat16")
     engine_of("raw", "int8")
     monkeypatch.setattr(
-        "jaxllm.serving.opening.make_runners._prefill_modes",
+        "jaxllm.serving.int8_prefill.modes.chosen_prefill",
         lambda *_, **__: SimpleNamespace(calibration=None),
     )
     with pytest.raises(ConfigError, match="because it prefills in integers"):
-        coded_engine("int8")
+        coded_engine("int8", prefill=PrefillOptions(mode="int8"))

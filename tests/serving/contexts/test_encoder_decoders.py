@@ -19,7 +19,7 @@ from tests import tiny
 from tests.kernels.switching import needs_native
 from tests.serving.contexts.talking import kept_by
 from tests.serving.memory import budget
-from tests.serving.test_streamed_encoder_decoders import BART, MARIAN, T5, TREES, written
+from tests.serving.test_encoder_decoders import BART, MARIAN, T5, TREES, written
 
 OPTIONS = EngineOptions(
     context_tokens=64, cache_tokens=(64,), chunk_tokens=(16,), decode_block=4, buckets_bytes=0, kv_codec="raw"

@@ -14,11 +14,12 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.guided import compiler as compilers
-from jaxllm.serving.guided import grammar
 from jaxllm.serving.guided.compiler import GrammarCompiler, GrammarLate, Matcher
 from jaxllm.serving.guided.grammar import MAX_GRAMMAR_BYTES, Grammar
 from jaxllm.text.tokenizer import Tokenizer
 from tests.tiny import END_ID, VOCAB_SIZE, tiny_tokenizer
+
+STOPS = GenerationConfig().stop_ids([END_ID])
 
 
 @pytest.fixture(scope="module")
@@ -26,11 +27,15 @@ def compiler():
     return GrammarCompiler(Tokenizer(tiny_tokenizer()), VOCAB_SIZE)
 
 
+@pytest.fixture
+def fresh_compiler():
+    return GrammarCompiler(Tokenizer(tiny_tokenizer()), VOCAB_SIZE)
+
+
 @pytest.mark.parametrize(
     ("kind", "text", "part"),
     [
         ("yaml", "a", "must be one of json, json_schema"),
-        ("json", "{}", "takes no text"),
         ("regex", " ", "needs a text"),
         ("regex", "a" * (MAX_GRAMMAR_BYTES + 1), "at most 65536 are read"),
         ("regex", "\ud800", "lone surrogate"),
@@ -46,7 +51,6 @@ def compiler():
         ("lark", 'start: A # "\nA: /a/ & /b/', "'&' at character"),
         ("lark", 'start: A\nA: /x\n%json "/ & /"/', "'&' at character"),
         ("lark", "start: </a> A </b>\nA: /a/ & /b/", "'&' at character"),
-        ("lark", ' {"grammars": []}', "cannot begin with"),
         ("lark", 'start: %json {"multipleOf": 99991}', "common multiple"),
     ],
 )
@@ -70,33 +74,27 @@ def test_what_does_not_end_is_read_once():
     ("kind", "text", "part"),
     [
         ("regex", "a(", "unclosed group"),
-        ("regex", "(?=a)b", "look-around"),
         ("regex", "()", "the empty text alone"),
         ("json_schema", '{"type": "objct"}', "Invalid type"),
-        ("json_schema", '{"not": {}}', "Unimplemented keys.*not"),
         ("json_schema", "false", "cannot be used: Expecting object schema"),
-        ("json_schema", '{"$ref": "http://example.com/x"}', "does not fetch"),
-        ("lark", "start: b", "unknown name"),
         ("lark", "no rule", "cannot be used"),
         ("lark", "start: " + "(" * 5000 + '"a"' + ")" * 5000, "too deeply nested"),
     ],
 )
 def test_a_grammar_that_cannot_be_followed_is_refused_before_the_answer(compiler, kind, text, part):
     with pytest.raises(ConfigError, match=part):
-        compiler.matcher(Grammar(kind=kind, text=text), GenerationConfig().stop_ids([1]))
+        compiler.matcher(Grammar(kind=kind, text=text), STOPS)
 
 
-def test_a_missing_package_says_how_to_install_it(monkeypatch):
+def test_a_missing_package_says_how_to_install_it(fresh_compiler, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    fresh = GrammarCompiler(Tokenizer(tiny_tokenizer()), VOCAB_SIZE)
     with pytest.raises(ConfigError, match=r"pip install 'jaxllm\[serve\]'"):
-        fresh.matcher(Grammar(kind="json"), GenerationConfig().stop_ids([1]))
+        fresh_compiler.matcher(Grammar(kind="json"), STOPS)
 
 
 # Processes that compile and follow grammars: their bounds end one call, and no other.
 
 
-STOPS = GenerationConfig().stop_ids([END_ID])
 # In all three the compiler overflowed the stack, or computed for seconds, in the engine's process and thread.
 KILLERS = {
     "lark": "start: r0\n" + "".join(f"r{each}: r{each + 1}\n" for each in range(3500)) + 'r3500: "a"\n',
@@ -107,11 +105,6 @@ KILLERS = {
     + '"1100": {"type": "integer"}}}',
     "regex": "a?" * 16000 + "a" * 16000,
 }
-
-
-@pytest.fixture
-def fresh_compiler():
-    return GrammarCompiler(Tokenizer(tiny_tokenizer()), VOCAB_SIZE)
 
 
 def take_first(matcher):
@@ -131,7 +124,6 @@ def followed(matcher):
 
 @pytest.mark.parametrize("kind", KILLERS)
 def test_a_grammar_that_ends_its_process_ends_its_call_alone(fresh_compiler, monkeypatch, kind):
-    monkeypatch.setattr(grammar, "MAX_PATH", 10**6)
     # They have a second of the processor, which may take many on a machine that tests keep busy.
     monkeypatch.setattr(compilers, "REPLY_S", 120.0)
     begun = fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{3}[cd]"), STOPS)
@@ -144,29 +136,6 @@ def test_a_grammar_that_ends_its_process_ends_its_call_alone(fresh_compiler, mon
     assert fresh_compiler.counts == {"compiled": 1, "refused": 0, "ended": 1}
     assert followed(begun) == "aac"
     assert followed(fresh_compiler.matcher(Grammar(kind="regex", text="abc"), STOPS)) == "abc"
-
-
-def test_long_paths_are_refused_before_they_are_compiled():
-    for kind in ("lark", "json_schema"):
-        with pytest.raises(ConfigError, match="at most 1500 are supported: write some of them out"):
-            Grammar(kind=kind, text=KILLERS[kind])
-    with pytest.raises(ConfigError, match="lead through one another"):
-        Grammar(kind="lark", text=f"start: %json {KILLERS['json_schema']}")
-
-
-def test_diamonds_cycles_and_ordinary_depths_are_not_long(fresh_compiler):
-    diamonds = "start: r0\n" + "".join(f"r{each}: r{each + 1} | r{each + 1}\n" for each in range(100))
-    assert (
-        followed(fresh_compiler.matcher(Grammar(kind="lark", text=diamonds + 'r100: "ab"\n'), STOPS)) == "ab"
-    )
-    tree = (
-        '{"type": "array", "items": {"anyOf": [{"$ref": "#"}, {"const": 1}]}, "minItems": 1, "maxItems": 1}'
-    )
-    assert fresh_compiler.matcher(Grammar(kind="json_schema", text=tree), STOPS).forced(9)
-    names = 'start: a\na: b | c\nb: a c\nc: a | /r0: r1/ | "d: e" // f: g\n'
-    Grammar(kind="lark", text=names)
-    deep = '{"type": "array", "items": ' * 60 + "{}" + "}" * 60
-    assert not fresh_compiler.matcher(Grammar(kind="json_schema", text=deep), STOPS).complete
 
 
 def test_processes_that_are_gone_are_started_again(fresh_compiler):

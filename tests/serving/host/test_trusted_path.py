@@ -1,6 +1,5 @@
 """Folders that another user could replace are not trusted, wherever on the way the user could."""
 
-import functools
 import os
 import stat
 from collections.abc import Callable
@@ -54,14 +53,15 @@ def given_away(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
 
 
 def uses(cache: Path) -> list[Callable[[], object]]:
-    def used(open_it, path) -> None:
-        with open_it(path):
+    def used(opened) -> None:
+        with opened:
             pass
 
+    folder = cache / "executables"
     return [
-        functools.partial(used, private_folder, cache / "executables"),
-        functools.partial(used, private_file, cache / "executables" / "entry"),
-        functools.partial(make_private_folder, cache / "executables" / "more"),
+        lambda: used(private_folder(folder)),
+        lambda: used(private_file(folder / "entry")),
+        lambda: make_private_folder(folder / "more"),
     ]
 
 

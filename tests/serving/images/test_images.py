@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxllm import Engine, EngineOptions, GenerationConfig, Sampling
+from jaxllm import Engine, EngineOptions, GenerationConfig, PromptRows, Sampling
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.images import image_encoder_facts
 from jaxllm.checkpoints.encoder_folders import read_image_input
@@ -17,11 +17,22 @@ from jaxllm.checkpoints.huggingface import Checkpoint
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow
 from jaxllm.models.encoder.image_input import ImageInput, image_text, tiles_of
 from jaxllm.prepare import prepare
-from jaxllm.serving.images import files
-from jaxllm.serving.images.files import image_bytes, image_part, normalized, open_image, taken_apart, tiles
-from jaxllm.serving.images.prompt import EncodedImage, with_images
+from jaxllm.serving.engine.request import Session, Sliding
+from jaxllm.serving.images import prompt as files
+from jaxllm.serving.images.prompt import (
+    EncodedImage,
+    image_bytes,
+    image_part,
+    normalized,
+    open_image,
+    split_images,
+    tiles,
+    with_images,
+)
 from jaxllm.text.droppable import PromptTokens
 from jaxllm.text.tokenizer import Tokenizer
+from tests.serving.conftest import OPTIONS
+from tests.tiny import tiny_params
 from tests.tiny_images import SIZES, TILE, image_id, image_tokenizer, picture, save_smolvlm
 
 INPUT = ImageInput(
@@ -59,15 +70,12 @@ _CONTENT = picture((64, 64))
 @pytest.mark.parametrize(
     ("read", "wrong", "match"),
     [
-        *((image_bytes, url, "nothing is fetched") for url in (
-            "https://example.org/a.png", "HTTP://127.0.0.1/admin", "file:///etc/passwd", "photo.png"
-        )),
+        (image_bytes, "HTTP://127.0.0.1/admin", "nothing is fetched"),
+        (image_bytes, "file:///etc/passwd", "nothing is fetched"),
         (image_bytes, None, "'NoneType'"),
         (image_bytes, "data:image/png,abc", "in base64"),
-        (image_bytes, "data:image/png;base64", "in base64"),
         (image_bytes, "data:image/png;base64,a?b", "not base64"),
         (image_bytes, "data:image/png;base64," + "A" * (files.IMAGE_BYTES * 4 // 3 + 9), "bytes, more than"),
-        (open_image, b"", "or its head is broken"),
         (open_image, b"GIF89a", "broken"),
         (open_image, _CONTENT[: len(_CONTENT) // 2], "is broken.*truncated"),
         (open_image, picture((64, 64), form="TIFF"), "none of JPEG, PNG"),
@@ -88,7 +96,7 @@ def test_images_that_cannot_be_read(monkeypatch, read, wrong, match):
 def test_an_image_takes_the_place_of_one_token():
     tokenizer = Tokenizer(image_tokenizer())
     messages = [{"role": "user", "content": [image_part(b"x"), {"type": "text", "text": "a <image> b"}]}]
-    plain, contents = taken_apart(messages)
+    plain, contents = split_images(messages)
     assert contents == [b"x"]
     text = tokenizer.chat_text(plain)
     # What the message spells is no token.
@@ -103,7 +111,7 @@ def test_an_image_takes_the_place_of_one_token():
         with pytest.raises(ConfigError, match="places for images"):
             with_images(tokenizer, prompt, images)
     with pytest.raises(ConfigError, match="a part of the type 'audio'"):
-        taken_apart([{"role": "user", "content": [{"type": "audio"}]}])
+        split_images([{"role": "user", "content": [{"type": "audio"}]}])
     # A plain text is a list of one part for a template that knows lists alone.
     assert "User: hello<end" in tokenizer.render_chat([{"role": "user", "content": "hello"}])
 
@@ -164,3 +172,74 @@ def test_a_bundle_has_the_encoder_or_says_why_not(folder, bundle, tmp_path):
     with pytest.raises(ConfigError, match="has no encoder of images; send texts alone"):
         engine.chat([{"role": "user", "content": [image_part(picture())]}])
     engine.close()
+
+
+# Rows in place of a prompt's tokens: what they answer, what a session knows of them, what is refused.
+
+
+PROMPT = np.random.default_rng(0).integers(0, 256, 45).tolist()
+CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
+# In the first, in both chunks of 16 and 32 tokens, and alone in the last.
+AT = (0, 3, 15, 16, 17, 40)
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_bundle):
+    with_rows = Engine.open(tiny_bundle, options=dataclasses.replace(OPTIONS, prompt_rows=True))
+    yield with_rows
+    with_rows.close()
+
+
+def own_rows(at=AT, factor=1.0):
+    """The embeddings of the prompt's own tokens."""
+    table = np.asarray(tiny_params()["embed.tokens"], np.float32)
+    return PromptRows(np.array(at), np.float32(factor) * table[[PROMPT[each] for each in at]])
+
+
+def answer(engine, rows, session=None, prompt=None, config=CONFIG):
+    other = [1 if at in AT else each for at, each in enumerate(PROMPT)] if prompt is None else prompt
+    return engine.stream(other, config, rows=rows, session=session).result()
+
+
+def test_rows_of_tokens_are_those_tokens(engine):
+    plain = engine.stream(PROMPT, CONFIG).result()
+    assert answer(engine, own_rows()).tokens == plain.tokens
+    assert answer(engine, own_rows(factor=-3.0)).tokens != plain.tokens
+    # Tokens that rows stand for are not of the answer's text: no penalty is for them.
+    drawn = dataclasses.replace(CONFIG, sampling=Sampling(temperature=0.7, seed=3, repetition_penalty=1.2))
+    assert len(answer(engine, own_rows(), config=drawn).tokens) == 12
+
+
+def test_a_session_knows_rows_by_their_content(engine):
+    session = Session()
+    first = answer(engine, own_rows(), session)
+    longer = [1 if at in AT else each for at, each in enumerate([*PROMPT, *first.tokens, 7, 8])]
+    again = answer(engine, own_rows(), session, longer)
+    assert again.reused_tokens == len(PROMPT) + len(first.tokens) - 1
+    assert again.tokens == answer(engine, own_rows(), prompt=longer).tokens
+    # Another row at the fourth place: three tokens are the same.
+    other = own_rows()
+    other.rows[1] *= 2
+    assert answer(engine, other, session).reused_tokens == 3
+    # Its rows are no tokens.
+    assert engine.stream(PROMPT, CONFIG, session=session).result().reused_tokens == 0
+
+
+def test_rows_and_requests_that_do_not_fit(engine, tiny_bundle):
+    for at, rows, match in (
+        ((0,), np.zeros((1, 63)), "63 numbers"),
+        ((45,), np.zeros((1, 64)), "stands at 45"),
+        ((1, 1), np.zeros((2, 64)), "ascending"),
+        ((0.5,), np.zeros((1, 64)), "whole numbers"),
+        ((0,), np.full((1, 64), np.nan), "not|NaN"),
+        ((0, 1), np.zeros((1, 64)), r"\[1, 64\] at \[2\]"),
+    ):
+        with pytest.raises(ConfigError, match=match):
+            answer(engine, PromptRows(np.array(at), rows))
+    with pytest.raises(ConfigError, match="encode the prompt first"):
+        engine.stream("hello", rows=own_rows((0,)))
+    with pytest.raises(ConfigError, match="without `sliding`"):
+        engine.stream(PROMPT, rows=own_rows(), sliding=Sliding(sink_tokens=2))
+    plain = Engine.open(tiny_bundle, options=OPTIONS, warm_up=False)
+    with pytest.raises(ConfigError, match=r"EngineOptions\(prompt_rows=True\)"):
+        answer(plain, own_rows())

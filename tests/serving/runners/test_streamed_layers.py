@@ -10,23 +10,16 @@ import pytest
 from jaxllm import Engine
 from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
-from jaxllm.kernels import native
-from jaxllm.serving.buckets.layer import LayerBucket, LayersBucket
-from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.buckets.model import LayerBucket, LayersBucket
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.host.direct_io import Storage
 from jaxllm.serving.runners import layerwise
-from jaxllm.serving.runners.layerwise import layers_together
 from jaxllm.serving.weights import streamed
 from jaxllm.speculation.tree import line_tree
-from tests import tiny, tiny_encdec
-from tests.kernels.switching import fall_back
+from tests import tiny
+from tests.kernels.switching import fall_back, needs_native
 from tests.serving.memory import budget
-from tests.serving.speculation.test_speculative import sharp
 
-needs_native = pytest.mark.skipif(not native.kernels().native, reason="native kernels read by address")
 CFG = dataclasses.replace(tiny.TINY, layers=9, heads=8, kv_heads=4, ffn_size=192, attention_windows=())
-T5 = dataclasses.replace(tiny_encdec.TINY_T5, layers=5, attention_windows=(0,) * 5)
 OPTIONS = EngineOptions(
     context_tokens=64,
     cache_tokens=(64,),
@@ -36,16 +29,6 @@ OPTIONS = EngineOptions(
     buckets_bytes=0,
 )
 ROOM = 8
-
-
-def test_equal_layers_in_a_row_run_together():
-    for kinds, most, expected in (
-        ("00000", 4, [4, 4, 3, 2, 1]),
-        ("00000", 1, [1] * 5),
-        ("010011", 4, [1, 1, 2, 1, 2, 1]),
-        ("0", 4, [1]),
-    ):
-        assert layers_together(tuple(map(int, kinds)), most) == expected
 
 
 @pytest.fixture(scope="module")
@@ -135,20 +118,6 @@ def test_a_layers_bits_are_the_same_in_groups_of_any_size(path, monkeypatch):
     engine.close()
 
 
-@needs_native
-@pytest.mark.usefixtures("shipped_compilations")
-def test_of_two_slots_one_layer_that_is_read_is_computed_at_a_time(path, monkeypatch):
-    engine = opened(path, 0.7)
-    ready(engine.runner)
-    read = CFG.layers - sum(each < CFG.layers for each in engine.model.streamed.plan.resident)
-    sizes, found = groups_of(engine, 4, monkeypatch), computed(engine.runner)
-    # A prompt's mass is counted layer by layer.
-    dispatches = len(sizes) - CFG.layers
-    assert read <= dispatches < CFG.layers
-    assert same(computed(engine.runner), found)
-    engine.close()
-
-
 @pytest.mark.parametrize("native_kernels", [pytest.param(True, marks=needs_native), False])
 def test_a_prompt_without_mass_runs_in_groups_too(path, native_kernels, monkeypatch):
     """Where nothing is read by address layers run one by one."""
@@ -165,41 +134,4 @@ def test_a_prompt_without_mass_runs_in_groups_too(path, native_kernels, monkeypa
     assert any(each.tree for each in layers)
     monkeypatch.setattr(engine.runner, "_most", [1] * CFG.layers)
     assert same(computed(engine.runner), found)
-    engine.close()
-
-
-@needs_native
-def test_layers_that_attend_to_a_source_run_together(tmp_path, monkeypatch):
-    path = tiny.write_tiny_bundle(
-        tmp_path / "t5.jaxllm", "int8", cfg=T5, params=sharp(T5), tokenizer=tiny_encdec.tokenizer()
-    )
-    engine = opened(path, 0.9, slots=4, kv_codec="", levels=(), context_tokens=48, cache_tokens=())
-    engine.runner.fill(engine.runner.buckets_for(20, 8))
-    answers, asked = [], [3 + each for each in range(20)]
-    config = GenerationConfig(max_tokens=8, ignore_eos=True)
-    for most in (1, 2, 4):
-        with monkeypatch.context() as patch:
-            sizes = groups_of(engine, most, patch)
-            answers.append(engine.stream(asked, config).result().tokens)
-        assert (max(sizes) > 1) == (most > 1)
-    assert answers == [answers[0]] * 3
-    engine.close()
-
-
-@needs_native
-def test_other_work_is_done_while_the_first_layer_of_a_group_is_read(path):
-    engine = opened(path, 0.98, slots=6, kv_codec="", levels=(), storage=Storage(latency_ms=50))
-    ready(engine.runner)
-    computed(engine.runner)
-    calls = []
-
-    def meanwhile(busy_s):
-        calls.append(busy_s)
-        time.sleep(0.001)
-        return True
-
-    cache = engine.runner.start(64)
-    for _ in range(2):
-        _, cache = engine.runner.tree_logits(line_tree([7] * ROOM), cache, meanwhile)
-    assert len(calls) >= CFG.layers
     engine.close()

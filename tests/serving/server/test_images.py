@@ -8,7 +8,7 @@ import pytest
 from jaxllm import EngineOptions
 from jaxllm.prepare import prepare
 from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.images import files
+from jaxllm.serving.images import prompt as files
 from jaxllm.serving.server.service import LLMService
 from tests.serving.server.services import ContextService
 from tests.tiny_images import SIZES, picture, save_smolvlm

@@ -1,5 +1,6 @@
 """Answers at several levels of one model, over one copy of its weights."""
 
+import contextlib
 import dataclasses
 import functools
 
@@ -14,7 +15,7 @@ from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.config import WHOLE
 from jaxllm.elastic.ladder import Ladder, sub_config, sub_model
 from jaxllm.elastic.units import reorder
-from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.errors import ConfigError, ContextGone, JaxllmError
 from jaxllm.kernels import native
 from jaxllm.models.decoder import forward_documents, logits
 from jaxllm.models.layer_stack import STACK, StackedLayers
@@ -27,6 +28,7 @@ from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.weights.model_level import ModelLevel
 from tests.elastic.models import random_order
 from tests.kernels.switching import fall_back, needs_native
+from tests.models.test_lora import random_adapter as adapter_of
 from tests.tiny import TINY, random_params, tiny_params, write_tiny_bundle
 
 CFG = dataclasses.replace(TINY, layers=3, heads=8, kv_heads=4, attention_windows=())
@@ -115,9 +117,7 @@ def test_nothing_is_compiled_when_levels_change(engine, compiles):
         assert ask(engine, 40, session, longer).reused_tokens > 0
     assert count() == 0
     assert (other.reused_tokens, other.tokens) == (0, greedy(40, longer, 12))
-    assert (half.cfg, half.at(100).cfg) == (sub_config(CFG, LADDER, 40), CFG)
     assert set(engine.runner.buckets.bucket_ms) == before
-    assert engine.runner_at(40).buckets is engine.runner.buckets
     assert {bucket.level for bucket in before if isinstance(bucket, PrefillBucket)} == {40, 70, 100}
     assert {bucket.level for bucket in before if isinstance(bucket, SampleBucket)} == {100}
 
@@ -217,8 +217,6 @@ def test_levels_that_are_not_there(path, engine, tmp_path):
     plain = written(tmp_path, name="plain", parts={})
     with pytest.raises(ConfigError, match="has no levels"):
         Engine.open(plain, options=OPTIONS, warm_up=False)
-    with pytest.raises(ConfigError, match="levels must be ascending"):
-        EngineOptions(levels=(70, 40))
     # A recovery adapter is of another base.
     parts = elastic_parts(LADDER, {40: Recovery(random_adapter(CFG), 0.5)})
     other = written(tmp_path, parts=parts)
@@ -226,98 +224,129 @@ def test_levels_that_are_not_there(path, engine, tmp_path):
         Engine.open(other, options=OPTIONS, warm_up=False)
 
 
-def test_an_engine_opened_at_a_level_serves_that_level_alone(path, compiles):
-    engine = Engine.open(path, options=dataclasses.replace(OPTIONS, levels=()), level=40)
-    assert (engine.runner.level, engine.levels) == (40, (40, 100))
-    built = engine.runner.buckets.bucket_ms
-    assert {bucket.level for bucket in built if isinstance(bucket, PrefillBucket)} == {40}
-    config, wanted = GenerationConfig(max_tokens=12, ignore_eos=True), greedy(40, PROMPT, 12)
-    with compiles() as count:
-        assert engine.generate(PROMPT, config).tokens == ask(engine, 40).tokens == wanted
-    assert count() == 0
-
-
-# A level knows which parameters it has, and whose buckets take them.
-
-
 WINDOWED = dataclasses.replace(TINY, layers=3, attention_windows=(0, 8, 0))
 
 
-@pytest.fixture(scope="module")
-def params():
-    return random_params(WINDOWED, seed=0)
-
-
-def level_of(params, cfg=WINDOWED, **more) -> ModelLevel:
-    return ModelLevel(cfg, params, EngineOptions().resolve(cfg), **more)
-
-
-def test_a_level_may_share_the_whole_models_buckets(params):
-    whole = level_of(params)
-    assert (whole.level, whole.bucket_level, whole.bucket_cfg) == (WHOLE, WHOLE, WINDOWED)
+def test_a_level_may_share_the_whole_models_buckets():
+    params, options = random_params(WINDOWED, seed=0), EngineOptions().resolve(WINDOWED)
+    whole = ModelLevel(WINDOWED, params, options)
     # Layers that are alike share theirs.
     assert (whole.alike, whole.layer_kinds) == ((0, 1, 0), [0, 1])
-    half = level_of(params, level=50, whole=whole)
-    assert (half.level, half.bucket_level, half.weights_version) == (50, WHOLE, (50, 0))
+    half = ModelLevel(WINDOWED, params, options, level=50, whole=whole)
+    assert (half.bucket_level, half.weights_version) == (WHOLE, (50, 0))
     fewer = {name: each for name, each in params.items() if "layers.2" not in name}
     with pytest.raises(ConfigError, match="of another form"):
-        level_of(fewer, level=50, whole=whole)
-    # Buckets are lowered from shapes alone.
-    assert not any(isinstance(each, np.ndarray) for each in whole.shapes.params.values())
-    cache = whole.shapes.cache(48)
-    assert [each.shape for each in cache.keys] == [(3, 1, WINDOWED.kv_heads, 48, WINDOWED.head_dim)]
-    assert cache.mass is None
+        ModelLevel(WINDOWED, fewer, options, level=50, whole=whole)
     # Other parameters of the same form make another version.
     other = random_params(WINDOWED, seed=1)
-    whole.swap(other)
+    whole.put(whole.prepared(other))
     with pytest.raises(ConfigError, match="of another form"):
-        whole.swap({**other, "embed.tokens": np.zeros((3, 3), np.float32)})
+        whole.prepared({**other, "embed.tokens": np.zeros((3, 3), np.float32)})
     assert (whole.params is other, whole.weights_version) == (True, (WHOLE, 1))
 
 
 # Without native kernels a quantized model's equal layers are stacked when it is loaded; levels are views.
 
 
-STACKED = dataclasses.replace(CFG, layers=4, attention_windows=())
-HALVED = dataclasses.replace(OPTIONS, levels=(50,))
-
-
-def stacked_bundle(folder, weights):
-    parts = elastic_parts(Ladder(levels=(50, 100), anchors=(1,)), {})
-    path = folder / f"{weights}.jaxllm"
-    return write_tiny_bundle(path, cfg=STACKED, parts=parts, weights=weights)
-
-
-def stacked_answers(path, level):
-    engine = Engine.open(path, options=HALVED, level=level)
-    try:
-        found = engine.generate([1, 50, 7, 99, 23], GenerationConfig(max_tokens=8, ignore_eos=True))
-        return engine.model.runner(level).model, found.tokens
-    finally:
-        engine.close()
-
-
-@pytest.mark.parametrize("weights", ["f32", "bf16", "int8", "int4"])
-def test_stacks_hold_what_the_bundle_does(tmp_path, weights, monkeypatch):
-    fall_back(monkeypatch)
-    with Bundle.open(stacked_bundle(tmp_path, weights)) as bundle:
-        flat, stacked = bundle.load(), bundle.load(stacked=True)
-        assert list(flat) == list(stacked)
-        for one, other in zip(jax.tree.leaves(flat), jax.tree.leaves(stacked), strict=True):
-            np.testing.assert_array_equal(one, np.asarray(other))
-
-
 @pytest.mark.parametrize(("weights", "level"), [("int8", 50), ("int8", 100), ("f32", 100), ("bf16", 100)])
 def test_an_engine_answers_from_stacks(tmp_path, weights, level, monkeypatch):
     """Floats stay in the mapped file."""
     fall_back(monkeypatch)
-    path = stacked_bundle(tmp_path, weights)
-    model, tokens = stacked_answers(path, level)
+    path = written(tmp_path, weights, parts=elastic_parts(Ladder(levels=(50, 100), anchors=(1,))))
+
+    def answer():
+        options = dataclasses.replace(OPTIONS, levels=(50,))
+        with contextlib.closing(Engine.open(path, options=options, level=level)) as engine:
+            return engine.runner.params, ask(engine, level).tokens
+
+    params, tokens = answer()
+    with Bundle.open(path) as bundle:
+        flat, stacked = bundle.load(), bundle.load(stacked=True)
+        assert list(flat) == list(stacked)
+        for one, other in zip(jax.tree.leaves(flat), jax.tree.leaves(stacked), strict=True):
+            np.testing.assert_array_equal(one, np.asarray(other))
     if weights != "int8":
-        assert STACK not in model.params
+        assert STACK not in params
         return
-    assert isinstance(model.params[STACK], StackedLayers)
+    assert isinstance(params[STACK], StackedLayers)
     monkeypatch.setattr("jaxllm.serving.opening.loading.stacks_layers", lambda *_: False)
-    flat, expected = stacked_answers(path, level)
-    assert STACK not in flat.params
+    flat, expected = answer()
+    assert STACK not in flat
     assert tokens == expected
+
+
+# Adapters on a running engine: put on, changed and taken off, and nothing is compiled.
+
+
+TINY_OPTIONS = dataclasses.replace(OPTIONS, levels=())
+CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("adapters")
+    for seed, (rank, targets) in enumerate([(4, LoraConfig.targets), (2, ("attn.q", "ffn.down"))]):
+        lora = LoraConfig(rank=rank, alpha=16, targets=targets)
+        write_adapter(folder / str(seed), TINY, lora, adapter_of(TINY, lora, seed))
+    return folder / "0", folder / "1"
+
+
+@pytest.fixture(scope="module", params=["f32", "int8"])
+def adaptable(request, tmp_path_factory):
+    bundle = write_tiny_bundle(tmp_path_factory.mktemp("adapted") / "tiny.jaxllm", request.param)
+    return Engine.open(bundle, options=dataclasses.replace(TINY_OPTIONS, adapter_rank=4))
+
+
+def answer(engine, session=None):
+    return engine.stream(PROMPT, CONFIG, session=session or Session()).result().tokens
+
+
+def test_adapters_are_swapped_without_compiling(adaptable, adapters, compiles):
+    plain = answer(adaptable)
+    with compiles() as count:
+        adaptable.set_adapter(adapters[0])
+        first = answer(adaptable)
+        adaptable.set_adapter(adapters[1])
+        second = answer(adaptable)
+        adaptable.set_adapter(None)
+        assert answer(adaptable) == plain
+        assert count() == 0
+    assert len({tuple(plain), tuple(first), tuple(second)}) == 3
+
+
+@pytest.mark.slow
+def test_an_engine_opens_with_an_adapter_of_its_own_size_or_none(adaptable, adapters):
+    path = adaptable.model.bundle.path
+    assert answer(adaptable) == answer(Engine.open(path, options=TINY_OPTIONS))
+    opened = Engine.open(path, options=TINY_OPTIONS, adapter=adapters[1])
+    assert (opened.options.adapter_rank, opened.options.adapter_targets) == (2, ("attn.q", "ffn.down"))
+    adaptable.set_adapter(adapters[1])
+    assert answer(opened) == answer(adaptable)
+    adaptable.set_adapter(None)
+    with pytest.raises(ConfigError, match="adapter_targets"):
+        opened.set_adapter(adapters[0])
+
+
+def test_a_session_is_fed_anew_under_another_adapter(adaptable, adapters):
+    session = Session()
+    answer(adaptable, session)
+    again = adaptable.stream(PROMPT, CONFIG, session=session).result()
+    assert again.reused_tokens > 0
+    adaptable.set_adapter(adapters[0])
+    adapted = adaptable.stream(PROMPT, CONFIG, session=session).result()
+    assert adapted.reused_tokens == 0
+    assert adapted.tokens == answer(adaptable)
+    # In the middle of an answer there is nothing right to go on with.
+    running = adaptable.stream(PROMPT, dataclasses.replace(CONFIG, max_tokens=60), session=Session())
+    next(iter(running))
+    adaptable.set_adapter(None)
+    with pytest.raises(ContextGone, match="adapter was changed"):
+        running.result()
+
+
+def test_an_engine_without_room_for_adapters_says_so(tiny_bundle, adapters):
+    plain = Engine.open(tiny_bundle, options=TINY_OPTIONS, warm_up=False)
+    with pytest.raises(ConfigError, match="adapter_rank"):
+        plain.set_adapter(adapters[0])
+    with pytest.raises(ConfigError, match="need an adapter_rank"):
+        dataclasses.replace(TINY_OPTIONS, adapter_targets=("attn.q",))

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError
+from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.experts.mixture import no_visits, tiles_and_weights
 from jaxllm.experts.routing import Routing
 from jaxllm.sampling import Sampling, sampler_state
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import TreeShape
-from jaxllm.serving.host.direct_io import PAGE, PieceReader, Storage
+from jaxllm.serving.host.direct_io import PAGE, PieceReader
 from jaxllm.serving.weights.memory_plan import MemoryBudget, activation_bytes, outputs_bytes, plan_memory
 from jaxllm.serving.weights.pieces import LayerPiece, Range
 from jaxllm.serving.weights.prefetch import WeightStream
@@ -47,9 +47,9 @@ def pieces(size):
     ]
 
 
-def opened(path, part, *, resident=(), slots=2, reading=None, latency_ms=0):
+def opened(path, part, *, resident=(), slots=2, reading=None):
     """A stream; `reading` is called before each read, with its place in the file."""
-    reader = PieceReader(path, Storage(latency_ms=latency_ms))
+    reader = PieceReader(path)
     if reading is not None:
         read_into = reader.read_into
 
@@ -99,19 +99,8 @@ def test_a_piece_is_never_filled_by_the_ranges_before(path):
                     slot.memory[:] = 0
     stream.close()
     # A closed stream is refused, and nobody waits for it.
-    found = []
-
-    def take():
-        try:
-            with stream.piece(1):
-                pass
-        except ConfigError as error:
-            found.append(str(error))
-
-    waiting = threading.Thread(target=take, daemon=True)
-    waiting.start()
-    waiting.join(10)
-    assert found == ["the engine of these weights is closed; open another one"]
+    with pytest.raises(ConfigError, match="the engine of these weights is closed"), stream.piece(1):
+        pass
 
 
 def numbers(slots):
@@ -123,12 +112,10 @@ def numbers(slots):
     [
         # Half of the slots are read into while the pieces of the others are computed.
         (4, (), [[0, 1], [2, 3]]),
-        (3, (), [[0], [1], [2], [3]]),
         (2, (), [[0], [1], [2], [3]]),
         # A resident piece goes along before one that was read, and not behind it.
         (2, (0, 2), [[0, 1], [2, 3]]),
         (2, (1, 2), [[0], [1, 2, 3]]),
-        (2, (1, 2, 3), [[0], [1, 2, 3]]),
         (4, (1, 3), [[0, 1, 2], [3]]),
     ],
 )
@@ -179,49 +166,6 @@ def test_nobody_waits_for_a_second_piece(path):
     stream.close()
 
 
-def test_a_piece_that_cannot_be_read_is_left_to_its_own_turn(path):
-    broken = [True]
-
-    def reading(offset):
-        if offset == SIZE and broken[0]:
-            raise CheckpointError("no second layer")
-
-    stream = opened(path, pieces(SIZE), slots=4, reading=reading)
-    with stream.piece(0):
-        all_read(stream, 4)
-    for _ in range(2):
-        with stream.pieces(0, 4) as some:
-            assert numbers(some) == [0]
-        with pytest.raises(CheckpointError, match="no second layer"), stream.pieces(1, 3):
-            pass
-    broken[0] = False
-    with stream.pieces(0, 1), stream.piece(1) as slot:
-        assert numbers([slot]) == [1]
-    stream.close()
-
-
-def test_a_pass_may_begin_later_while_storage_reads(path):
-    """Until the slots are full, and for no longer than the pass before waited."""
-    stream = opened(path, pieces(SIZE), latency_ms=20)
-    assert stream.idle_read_s == 0
-
-    def run(compute_s):
-        for layer in range(LAYERS):
-            with stream.piece(layer):
-                time.sleep(compute_s)
-
-    run(0)
-    run(0)
-    with stream.piece(0):
-        # Reading takes all of the time, 20 ms a piece.
-        assert 0.02 <= stream.idle_read_s <= 0.2
-    for _ in range(3):
-        run(0.2)
-    # Computing does: nothing is waited for.
-    assert stream.idle_read_s < 0.02
-    stream.close()
-
-
 def test_storage_has_the_next_piece_to_read_before_one_ends(path):
     second = threading.Event()
 
@@ -253,57 +197,43 @@ def test_storage_has_the_next_piece_to_read_before_one_ends(path):
         ([10] * 8, 60, 0, 2, 10, (0, 2, 4, 6), 60),
         # Slots fit the largest, and small pieces fill what is left.
         ([4, 20, 4, 20, 4], 49, 0, 2, 20, (0, 4), 48),
-        ([10] * 8, 25, 5, 2, 10, (), 25),
     ],
 )
 def test_a_budget_is_divided(sizes, budget, fixed, slots, slot_bytes, resident, planned):
     found = plan_memory(sizes, MemoryBudget(budget, fixed, "a context"))
     assert (found.slots, found.resident, found.planned_bytes) == (slots, resident, planned)
     assert slot_bytes in (None, found.slot_bytes)
-
-
-def test_below_two_pieces_there_is_no_way():
+    # Below two pieces there is no way.
     with pytest.raises(BudgetExceeded, match=r"24 bytes .*at least 26 \(6 for a context, 2 times 10"):
         plan_memory([10] * 8, MemoryBudget(24, 5, "a context"))
 
 
-TREES = TreeShape(nodes=(8, 16), room=32, tips=2)
-
-
-def resolved(cfg, **options):
-    return EngineOptions(**options).resolve(cfg, quantized=True)
-
-
 def test_the_logits_of_a_tree_are_counted():
     """Those that the graph takes which settles a tree, and what it computes of them."""
-    cfg = dataclasses.replace(TINY, vocab_size=8192)
-    tree = new_tree(jnp.int32(0), TREES.nodes[-1])
-    logits = jax.ShapeDtypeStruct((TREES.nodes[-1], cfg.vocab_size), jnp.float32)
+    cfg, trees = dataclasses.replace(TINY, vocab_size=8192), TreeShape(nodes=(8, 16), room=32, tips=2)
+    tree = new_tree(jnp.int32(0), trees.nodes[-1])
+    logits = jax.ShapeDtypeStruct((trees.nodes[-1], cfg.vocab_size), jnp.float32)
     graph = jax.jit(settle).lower(
         tree, logits, sampler_state(Sampling(), [], cfg.vocab_size, 0), jnp.int32(5)
     )
     takes = graph.compile().memory_analysis().temp_size_in_bytes + logits.size * 4
-    plain, with_trees = (activation_bytes(cfg, resolved(cfg, trees=trees)) for trees in (None, TREES))
+    options = EngineOptions().resolve(cfg, quantized=True)
+    plain, with_trees = (
+        activation_bytes(cfg, dataclasses.replace(options, trees=each)) for each in (None, trees)
+    )
     one = 2 * cfg.vocab_size * 4
     # Beside the logits some arrays of nodes.
     assert takes - 65536 <= with_trees - plain + one <= 1.1 * takes
 
 
-def test_a_draft_has_logits_of_its_tips_alone():
-    cfg = dataclasses.replace(TINY, vocab_size=8192)
-    options = resolved(cfg, trees=TREES)
-    less = activation_bytes(cfg, options) - activation_bytes(cfg, options, drafts=True)
-    assert less == 3 * (TREES.nodes[-1] - TREES.tips) * cfg.vocab_size * 4
-
-
-@pytest.mark.parametrize(("experts", "choices"), [(128, 8), (8, 2), (64, 8), (8, 1)])
+@pytest.mark.parametrize(("experts", "choices"), [(128, 8), (8, 1)])
 def test_what_experts_make_of_a_prompt_is_counted(experts, choices):
     """As many rows as the tables of streamed experts hold, a little more than there are pairs."""
     cfg = dataclasses.replace(
         TINY, model_type="qwen3_moe", qk_norm=True, attention_windows=(), experts=experts,
         experts_per_token=choices, expert_ffn_size=64, sparse_layers=(True, True), window_tokens=4096,
     )  # fmt: skip
-    options = resolved(cfg, context_tokens=4096)
+    options = EngineOptions(context_tokens=4096).resolve(cfg, quantized=True)
     chunk = options.chunk_tokens[-1]
 
     def visits():

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.guided.compiler import GrammarCompiler
-from jaxllm.serving.guided.grammar import Grammar
-from jaxllm.serving.guided.narrowing import closed, narrowed, unrolled
+from jaxllm.serving.guided.grammar import Grammar, closed, narrowed, unrolled
 from jaxllm.serving.server.api.tools import (
     HERMES,
     JSON,
