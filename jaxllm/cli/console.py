@@ -15,6 +15,7 @@ from jaxllm.serving.host.progress import Progress
 
 if TYPE_CHECKING:
     from jaxllm.serving.engine.step import Answer
+    from jaxllm.serving.speculation.speculation import Speculation
 
 MAX_INPUT_BYTES = 64 << 20
 # Bars appear only after this time.
