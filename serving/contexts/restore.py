@@ -317,7 +317,7 @@ class ChunkLoader:
             # Chunks with prompt embeddings must be read: they cannot be recomputed from tokens.
             computes = self._options.recompute and chunk_io.computes and not base.rows
             try:
-                read = self._store.open(name, wanted).read if wanted else lambda *_: []
+                read = self._store.open(name, wanted).read if wanted else lambda layer, chunks: []
                 prefill = self._prefill(turn, chunk_io)
                 back = restore(
                     chunk_io,

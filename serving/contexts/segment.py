@@ -452,7 +452,7 @@ def _checked(index: Any) -> tuple[tuple[StoredChunk, ...], dict[int, list[int]],
     chunks, sizes, checksums = index["chunks"], index["blob_bytes"], index["checksums"]
     _require("chunks", isinstance(chunks, list) and 0 < len(chunks) <= _MAX_CHUNKS)
     for each in chunks:
-        _require("chunks", type(each) is list and list(map(type, each)) == [int, int, str])
+        _require("chunks", isinstance(each, list) and list(map(type, each)) == [int, int, str])
         _require("chunks", 0 <= each[0] < _MAX_CHUNKS and each[1] in (RAW, STATE, *WIDTHS))
     _require("chunks", all(a[0] < b[0] for a, b in itertools.pairwise(chunks)))
     widths = {str(bits) for _, bits, _ in chunks}

@@ -20,7 +20,6 @@ from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxllm.serving.guided.compiler import GrammarCompiler
-    from jaxllm.serving.images.encoder import ImageEncoder
 
 
 class Model(Protocol):
@@ -35,8 +34,7 @@ class Model(Protocol):
     @property
     def levels(self) -> tuple[int, ...]: ...  # noqa: D102
 
-    @property
-    def images(self) -> "ImageEncoder | None": ...  # noqa: D102
+    images: Any  # `ImageEncoder` or None, opened with the first image.
 
     def runner(self, level: int, /) -> Runner: ...  # noqa: D102
 

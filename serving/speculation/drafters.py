@@ -400,7 +400,8 @@ class NestedDrafter(Drafter):
         """See `Drafter`."""
         if self._version != self._source.weights_version:
             # The target's weights have changed, for example by an adapter.
-            self._runner.model.swap(high_planes(self._source.model.weights))
+            model = self._runner.model
+            model.put(model.prepared(high_planes(self._source.model.weights)))
             self._version = self._source.weights_version
         self._confidence.use(growing.temperature)
         self._tree = root_alone(root, self._shape.room)

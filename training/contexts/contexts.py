@@ -216,11 +216,12 @@ def _run(
         size, (_, count, heads, width) = each.candidate.chunk_tokens, k.shape
         codec = ChunkFormat.named(each.candidate.codec, size).codec
         shape = ChunkShape(heads=heads, tokens=size, width=width)
-        chunks = [
+        own_keys, own_values = (
             rows[0].astype(jnp.float32).reshape(count // size, size, heads, width).swapaxes(1, 2)
             for rows in (k, v)
-        ]
-        decoded = codec.decode(codec.encode(*chunks, shape, each.bits), shape, each.bits)
+        )
+        blobs = codec.encode(own_keys, own_values, shape, each.bits)
+        decoded = codec.decode(blobs, shape, each.bits)
         keys, values = (rows.swapaxes(1, 2).reshape(k.shape).astype(k.dtype) for rows in decoded)
         return (keys, v) if each.part == "keys" else (k, values)
 

@@ -184,7 +184,7 @@ def seq2seq_job(recipe: Seq2SeqRecipe, teacher: FrozenModel | None = None) -> Jo
 
 
 def target_logits(
-    params: Mapping[str, jax.Array],
+    params: Params,
     batch: PairBatch,
     *,
     cfg: ModelConfig,

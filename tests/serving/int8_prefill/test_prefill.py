@@ -399,5 +399,5 @@ def test_more_outliers_than_expected_are_not_dropped(calibrated_bundle):
     # Broken weights are not hidden.
     params = dict(runner.model.weights)
     params["layers.0.attn_norm.scale"] = params["layers.0.attn_norm.scale"].at[3].set(np.nan)
-    runner.model.swap(params)
+    runner.model.put(runner.model.prepared(params))
     assert np.isnan(read(engine, tokens)[0]).all()

@@ -374,9 +374,9 @@ def labelled_rows(
     tokens, mask = input_rows(ids, row_tokens)
     text = mask.copy()
     text[:, :MARKS] = False
-    of_rows = np.zeros((2, *tokens.shape), np.float32)
-    of_rows[0][text], of_rows[1][text] = labels, weights
-    return ScoreBatch(tokens, mask, *of_rows, np.full(tokens.shape, source, np.int32))
+    own_labels, own_weights = (np.zeros(tokens.shape, np.float32) for _ in range(2))
+    own_labels[text], own_weights[text] = labels, weights
+    return ScoreBatch(tokens, mask, own_labels, own_weights, np.full(tokens.shape, source, np.int32))
 
 
 def joined(*rows: ScoreBatch) -> ScoreBatch:
