@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from jaxllm.kernels import native
-from jaxllm.serving.host.direct_io import Storage
+from jaxllm.serving.ground.storage import Storage
 
 
 class Disturbance:

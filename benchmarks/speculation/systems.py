@@ -48,7 +48,7 @@ from jaxllm.sampling import SamplerState
 from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
-from jaxllm.serving.host.direct_io import Storage
+from jaxllm.serving.ground.storage import Storage
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
@@ -59,7 +59,8 @@ from jaxllm.serving.speculation.drafters import make_drafter
 from jaxllm.serving.speculation.speculation import Speculation
 from jaxllm.serving.weights.memory_plan import drafter_bytes, fixed_bytes, whole_budget
 from jaxllm.serving.weights.prefetch import Meanwhile
-from jaxllm.speculation.token_tree import LEAST, Growing
+from jaxllm.speculation.growth import LEAST
+from jaxllm.speculation.token_tree import Growing
 from jaxllm.speculation.tree import TokenTree
 
 PUBLISHED = "LLMCad"

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +12,13 @@ from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
-from jaxllm.contexts.coded import CodedChunks
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native, native_products
 from jaxllm.kv.states import STATES, Source, States, no_source, no_states
 from jaxllm.layer_configs import kv_layer, layer_config, shares_kv
+
+if TYPE_CHECKING:
+    from jaxllm.contexts.coded import CodedChunks
 
 
 @jax.tree_util.register_dataclass
@@ -235,7 +237,7 @@ class Past:
     keys: jax.Array
     values: jax.Array
     slot: jax.Array | np.integer | None = None
-    coded: CodedChunks | None = None
+    coded: "CodedChunks | None" = None
     source: Source | None = None
 
     @property
@@ -294,7 +296,7 @@ class KVCache:
     length: jax.Array
     mass: jax.Array | None = None
     places: tuple[tuple[int, int], ...] | None = dataclasses.field(default=None, metadata={"static": True})
-    coded: CodedChunks | None = None
+    coded: "CodedChunks | None" = None
     source: Source | None = None
     states: States | None = None
 
@@ -403,6 +405,8 @@ class KVCache:
           chunks: see `CodedChunks.source`.
           tokens: number of tokens of these chunks, int32.
         """
+        from jaxllm.contexts.coded import CodedChunks
+
         before = self.coded
         assert before is not None
         # Constructed directly: `replace` takes several times as long, and dominates a switch.
@@ -464,7 +468,7 @@ def new_cache(
     dtype: DTypeLike,
     mass: bool = False,
     stacked: bool = True,
-    coded: CodedChunks | None = None,
+    coded: "CodedChunks | None" = None,
     source_tokens: int = 0,
 ) -> KVCache:
     """An empty cache for `tokens` positions, with or without their attention mass, after coded chunks, if

@@ -18,9 +18,6 @@ from jaxllm.contexts.codecs import ChunkFormat, ChunkShape
 from jaxllm.kernels import native, native_attention
 from jaxllm.kv.cache import KVCache, Past
 
-# Default tokens of a chunk (LLMS, section 4).
-CHUNK_TOKENS = 16
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +35,7 @@ class LayerChunks:
     form: ChunkFormat = dataclasses.field(metadata={"static": True})
 
 
-def chunk_shapes(cfg: ModelConfig, *, tokens: int = CHUNK_TOKENS, dtype: str) -> tuple[ChunkShape, ...]:
+def chunk_shapes(cfg: ModelConfig, *, tokens: int, dtype: str) -> tuple[ChunkShape, ...]:
     """The shape of a chunk in each layer that attends."""
     return tuple(
         ChunkShape(heads=cfg.units(layer).kv_heads, tokens=tokens, width=cfg.head_dim, dtype=dtype)

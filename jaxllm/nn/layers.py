@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,14 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxllm.axes import BATCH_AXES, UNIT_AXES
 from jaxllm.config import Activation, RopeConfig
-from jaxllm.contexts.coded import CodedChunks
 from jaxllm.kernels import native, native_attention
 from jaxllm.kernels.native import Operand, TableArray
 from jaxllm.kernels.native_call import UsedUnits, value
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.kv.states import Source, SourceKV
+
+if TYPE_CHECKING:
+    from jaxllm.contexts.coded import CodedChunks
 
 # Attention over only a prefix of a cache, for programs on CPUs, which call no native kernels.
 #
@@ -439,7 +441,7 @@ def _biased(bias: jax.Array, at: TokenPositions, visible: jax.Array) -> jax.Arra
 
 
 def _behind_chunks(
-    at: TokenPositions, coded: CodedChunks, front: int, capacity: int, window: int
+    at: TokenPositions, coded: "CodedChunks", front: int, capacity: int, window: int
 ) -> jax.Array:
     """Returns the mask `[T, front + capacity]` over the rows of chunks, valid up to `coded.tokens`, and
     those of the cache after them."""

@@ -10,11 +10,12 @@ copied until a path is accepted. This module imports no JAX: `tree.py` registers
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxllm.axes import Axes
+from jaxllm.speculation.growth import LEAST, MOST, START
 
 if TYPE_CHECKING:
     import jax
@@ -64,31 +65,6 @@ class TokenTree:
         axes.check(np.float32, "M", confidences=self.confidences, probabilities=self.probabilities)
         axes.check(np.bool_, "M M", ancestors=self.ancestors)
         axes.check(np.int32, "", count=self.count)
-
-
-# Minimum probability of a token that opens a branch (section 3.2).
-BRANCH_CONFIDENCE = 0.3
-
-# The order in which branches grow: the most confident first; the one furthest below its fair share of
-# tokens first, as published; or in the order of the nodes.
-Pacer = Literal["confidence", "fair", "order"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Growth:
-    """Options of growing trees.
-
-    Attributes:
-      tips: number of branches that the draft extends at a time.
-      branches: maximum number of children of a node.
-      threshold: see `jaxllm.speculation.tree.grow`.
-      pacer: see `jaxllm.speculation.tree.next_tips`.
-    """
-
-    tips: int
-    branches: int
-    threshold: float = BRANCH_CONFIDENCE
-    pacer: Pacer = "confidence"
 
 
 # Decides by measured times how far a tree grows, and how many of its nodes are verified.
@@ -191,11 +167,6 @@ def verified_nodes(confidences: Sequence[float] | np.ndarray, times: PassTimes, 
         return room
     fitting = (size for size in sizes if size <= room)
     return max(fitting, key=lambda size: promised[min(count, size) - 1] - rate * times.verify_s[size])
-
-
-START = 0.01
-# Bounds of alpha: below `LEAST` no tree would be verified early, above `MOST` nothing would be drafted.
-LEAST, MOST = 1e-6, 0.9
 
 
 @dataclasses.dataclass(frozen=True)

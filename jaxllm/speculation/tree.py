@@ -11,7 +11,8 @@ import numpy as np
 
 from jaxllm.axes import shaped
 from jaxllm.sampling import SamplerState, likeliest, sample
-from jaxllm.speculation.token_tree import BRANCH_CONFIDENCE, Pacer, TokenTree
+from jaxllm.speculation.growth import BRANCH_CONFIDENCE, Pacer
+from jaxllm.speculation.token_tree import TokenTree
 
 # Steps accept it as a tree of arrays.
 jax.tree_util.register_dataclass(TokenTree)

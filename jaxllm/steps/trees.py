@@ -16,7 +16,7 @@ from jaxllm.models.decoder import forward_at, logits
 from jaxllm.models.parameters import Params
 from jaxllm.nn.states import after_path
 from jaxllm.sampling import SamplerState
-from jaxllm.speculation.token_tree import Growth
+from jaxllm.speculation.growth import Growth
 from jaxllm.speculation.tree import (
     CELLS,
     RANKS,

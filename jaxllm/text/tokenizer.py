@@ -21,7 +21,6 @@ import xxhash
 from jaxllm.errors import ConfigError, ContextOverflow, TemplateError
 from jaxllm.text.library_tokenizer import MAX_TOKEN_ID, ConfinedTokenizer, Encoded, LibraryTokenizer
 from jaxllm.text.marked_text import PLACE, MarkedText
-from jaxllm.text.tokenizer_bounds import is_ordinary
 from jaxllm.text.tokenizer_files import TokenizerFiles
 
 if TYPE_CHECKING:
@@ -366,6 +365,8 @@ def open_tokenizer(
       CheckpointError: `tokenizer_json` is not a tokenizer.
     """
     if ordinary is None:
+        from jaxllm.text.tokenizer_bounds import is_ordinary
+
         ordinary = is_ordinary(tokenizer_json)
     make = LibraryTokenizer if ordinary else ConfinedTokenizer
     return make(tokenizer_json, eos_ids, special or {})

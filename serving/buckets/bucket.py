@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.contexts.coded import CodedChunks
 from jaxllm.elastic.ladder import sub_model
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.kernels import native
@@ -27,6 +26,7 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.machine import Device
 
 if TYPE_CHECKING:
+    from jaxllm.contexts.coded import CodedChunks
     from jaxllm.speculation.tree import TokenTree
 
 # Layers that one dispatch runs at most.
@@ -223,9 +223,11 @@ def with_sampler(step: Callable[..., Any], at: int) -> Callable[..., Any]:
     return run
 
 
-def no_chunks(options: EngineOptions) -> CodedChunks:
+def no_chunks(options: EngineOptions) -> "CodedChunks":
     """An empty list of chunks before a cache, for caches that may have some (see
     `EngineOptions.attend_coded`)."""
+    from jaxllm.contexts.coded import CodedChunks
+
     most = -(-options.context_tokens // options.kv_chunk_tokens)
     mass = np.zeros((1, most), np.float32)
     return CodedChunks(np.int32(0), NO_CHUNKS, options.chunk_format, mass=mass)

@@ -19,7 +19,7 @@ from jaxllm.serving.buckets.bucket import (
     with_sampler,
 )
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
-from jaxllm.speculation.token_tree import Growth
+from jaxllm.speculation.growth import Growth
 from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, prune, settle, verify
 
 

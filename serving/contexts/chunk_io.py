@@ -25,7 +25,7 @@ from jaxllm.kernels.native import NO_CHUNKS, ChunkTable
 from jaxllm.kv.cache import KVCache, TokenPositions
 from jaxllm.kv.chunks import LayerChunks, chunk_shapes, reads_addresses
 from jaxllm.kv.states import states_bytes
-from jaxllm.serving.buckets.model import ENCODED_CHUNKS, source_shape
+from jaxllm.serving.buckets.layer import ENCODED_CHUNKS, source_shape
 from jaxllm.serving.contexts.memory import Blobs, ChunkAccess, LayerBlobs, Stored, median_ms, require_sizes
 from jaxllm.serving.contexts.record import Origin
 from jaxllm.serving.engine.engine import Engine

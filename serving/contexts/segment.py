@@ -35,7 +35,8 @@ from jaxllm.serving.contexts.layout import SEGMENT_HEAD
 from jaxllm.serving.contexts.memory import copied_blob
 from jaxllm.serving.contexts.record import Record
 from jaxllm.serving.ground.prompt_rows import PromptRows
-from jaxllm.serving.host.direct_io import PAGE, PieceReader, ScratchMemory, Storage, pages_bytes
+from jaxllm.serving.ground.storage import Storage
+from jaxllm.serving.host.direct_io import PAGE, PieceReader, ScratchMemory, pages_bytes
 
 VERSION, SEALED_VERSION = 2, 3
 _HEAD = struct.Struct("<8sIQ16s")

@@ -12,13 +12,13 @@ from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.decoding import Decoding, GuidedDecoding
 from jaxllm.serving.engine.request import GenerationConfig, Request, Session, Sliding, start_ids
 from jaxllm.serving.engine.step import Answer
-from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.runner import Runner
 from jaxllm.text.prompts import prompt_ids, source_prompt
 from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from jaxllm.serving.ground.prompt_rows import PromptRows
     from jaxllm.serving.guided.compiler import GrammarCompiler
 
 
@@ -56,7 +56,7 @@ class Model(Protocol):
 
 
 AnyModel = TypeVar("AnyModel", bound=Model)
-ImagePrompt = tuple[list[int], PromptRows | None]
+ImagePrompt = tuple[list[int], "PromptRows | None"]
 
 
 class Engine(Generic[AnyModel]):
@@ -205,7 +205,7 @@ class Engine(Generic[AnyModel]):
         session: Session | None = None,
         sliding: Sliding | None = None,
         tpot_ms: float | None = None,
-        rows: PromptRows | None = None,
+        rows: "PromptRows | None" = None,
     ) -> Answer:
         """Answers a prompt: text (special tokens are added) or token ids.
 
@@ -279,7 +279,7 @@ class Engine(Generic[AnyModel]):
         level: int | None = None,
         sliding: Sliding | None = None,
         tpot_ms: float | None = None,
-        rows: PromptRows | None = None,
+        rows: "PromptRows | None" = None,
         source: Sequence[int] | None = None,
     ) -> Request:
         """Makes a request of this engine (see `stream`): encodes text, and picks a random seed if none is

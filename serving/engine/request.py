@@ -11,7 +11,6 @@ from jaxllm.models.features import require_decoder_alone
 from jaxllm.options import check_options, option
 from jaxllm.sampling_state import Sampling
 from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS
-from jaxllm.serving.ground.prompt_rows import PromptRows
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 from jaxllm.serving.runners.runner import PrefillChunk, Runner
 from jaxllm.text.tokenizer import MAX_TOKEN_ID, Tokenizer
@@ -19,6 +18,7 @@ from jaxllm.text.tokenizer import MAX_TOKEN_ID, Tokenizer
 if TYPE_CHECKING:
     from jaxllm.kernels.native import ChunkTable
     from jaxllm.kv.cache import KVCache
+    from jaxllm.serving.ground.prompt_rows import PromptRows
     from jaxllm.serving.guided.grammar import Grammar
 
 DEFAULT_MAX_TOKENS = 256
@@ -174,7 +174,7 @@ class Request:
     tpot_ms: float | None = None
     source: tuple[int, ...] | None = None
     begun: bool = False
-    rows: PromptRows | None = None
+    rows: "PromptRows | None" = None
 
     @property
     def asked_tokens(self) -> int:

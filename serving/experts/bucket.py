@@ -22,7 +22,7 @@ from jaxllm.serving.buckets.bucket import (
     position_shapes,
     router_params,
 )
-from jaxllm.serving.buckets.model import OfLayerBucket, layer_chunk_shapes
+from jaxllm.serving.buckets.layer import OfLayerBucket, layer_chunk_shapes
 from jaxllm.steps.sparse_layers import (
     SparseLayer,
     attend_layer,

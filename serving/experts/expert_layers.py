@@ -22,7 +22,7 @@ from jaxllm.models.parameters import Params
 from jaxllm.quant import Weight
 from jaxllm.serving.buckets.bucket import HIGH, Bucket, expert_norm, layer_params, router_params
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.model import EmbedBucket, LayerBucket
+from jaxllm.serving.buckets.layer import EmbedBucket, LayerBucket
 from jaxllm.serving.buckets.source import AttendEncoderBucket
 from jaxllm.serving.experts.bucket import AttendBucket, CombineBucket, ExpertBucket, StoredExpertsBucket
 from jaxllm.serving.experts.cache import Arrived

@@ -1,22 +1,23 @@
 """Options of an engine: shapes of its buckets and caches, dtypes, memory, and on-disk caches."""
 
 import dataclasses
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import jax
 
 from jaxllm.config import WHOLE, ModelConfig
-from jaxllm.contexts.codecs import ChunkFormat
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
-from jaxllm.kv.chunks import CHUNK_TOKENS as KV_CHUNK_TOKENS
 from jaxllm.models.lora import LoraConfig
 from jaxllm.options import check_options, option
 from jaxllm.serving.ground.expert_options import ExpertOptions
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.speculation_options import TreeShape
-from jaxllm.serving.host.direct_io import Storage
+from jaxllm.serving.ground.storage import Storage
 from jaxllm.serving.host.user_cache import buckets_bytes
+
+if TYPE_CHECKING:
+    from jaxllm.contexts.codecs import ChunkFormat
 
 CHUNK_TOKENS = (16, 32, 64, 128, 256, 512)
 DEFAULT_CONTEXT_TOKENS = 2048
@@ -88,7 +89,8 @@ class EngineOptions:
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
     kv_codec: str = ""
-    kv_chunk_tokens: int = option(KV_CHUNK_TOKENS, low=1, high=256)
+    # LLMS, section 4.
+    kv_chunk_tokens: int = option(16, low=1, high=256)
     attend_coded: bool = False
     memory_bytes: int = option(0, low=0)
     storage: Storage = dataclasses.field(default_factory=Storage)
@@ -118,12 +120,14 @@ class EngineOptions:
         LoraConfig(rank=self.adapter_rank, targets=self.adapter_targets or LoraConfig.targets)
 
     @property
-    def chunk_format(self) -> ChunkFormat:
+    def chunk_format(self) -> "ChunkFormat":
         """Storage format of contexts' chunks.
 
         Raises:
           ConfigError: no codec is set, or an unknown one.
         """
+        from jaxllm.contexts.codecs import ChunkFormat
+
         return ChunkFormat.named(self.kv_codec, self.kv_chunk_tokens)
 
     @property

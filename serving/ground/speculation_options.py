@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from jaxllm.errors import ConfigError
 from jaxllm.options import check_options, option
-from jaxllm.speculation.token_tree import BRANCH_CONFIDENCE, LEAST, MOST, START, Growth, Pacer
+from jaxllm.speculation.growth import BRANCH_CONFIDENCE, LEAST, MOST, START, Growth, Pacer
 
 _MOST_NODES = 256
 

@@ -37,7 +37,8 @@ from jaxllm.models.layer_stack import STACK, by_address
 from jaxllm.models.parameters import head_name
 from jaxllm.serving.buckets.bucket import Bucket, embedding_params, norm_params
 from jaxllm.serving.buckets.bucket_table import BucketTable, compiled_options, digest_of, environment_facts
-from jaxllm.serving.buckets.model import EmbedBucket, HeadBucket, NormBucket, StartBucket
+from jaxllm.serving.buckets.layer import EmbedBucket, HeadBucket, NormBucket
+from jaxllm.serving.buckets.model import StartBucket
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.machine import Device
 from jaxllm.serving.host.user_cache import cache_folder

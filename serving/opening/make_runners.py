@@ -10,7 +10,6 @@ from jaxllm.bundle import Bundle
 from jaxllm.config import WHOLE
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
-from jaxllm.kv.chunks import reads_addresses
 from jaxllm.models.parameters import Params
 from jaxllm.serving.buckets.bucket_table import BucketStore, BucketTable, CompiledBucketFolder
 from jaxllm.serving.elastic.levels import Levels
@@ -84,6 +83,8 @@ def make_runners(
 
 
 def _require_addresses(options: EngineOptions, *, streamed: bool, integers: bool) -> None:
+    from jaxllm.kv.chunks import reads_addresses
+
     native_cache = reads_addresses(jnp.dtype(options.cache_dtype))
     because = {
         "its weights are streamed": streamed,

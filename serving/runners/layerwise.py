@@ -29,7 +29,7 @@ from jaxllm.serving.buckets.bucket import (
     shared_by_layers,
 )
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.model import EmbedRowsBucket, HeadBucket, LayerBucket, LayersBucket, NormBucket
+from jaxllm.serving.buckets.layer import EmbedRowsBucket, HeadBucket, LayerBucket, LayersBucket, NormBucket
 from jaxllm.serving.buckets.source import (
     BeginEncoderBucket,
     EncoderLayerBucket,

@@ -1,38 +1,32 @@
-"""Defines the base of runners of compiled buckets: the buckets they need, caches, first tokens, contexts."""
+"""Defines the base of runners of compiled buckets: the buckets they need, caches, first tokens, contexts.
+
+Buckets of single layers are imported where they are used: without contexts and streamed weights nothing is.
+"""
 
 import abc
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from jaxllm.errors import ContextOverflow
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
-from jaxllm.kv.chunks import LayerChunks
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import SamplerState
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.model import (
-    ENCODED_CHUNKS,
-    EncodeBucket,
-    ForkBucket,
-    GrowBucket,
-    LastLogitsBucket,
-    LoadBucket,
-    PrefillRestoredBucket,
-    RestoreBucket,
-    SampleBucket,
-    StartBucket,
-)
+from jaxllm.serving.buckets.model import ForkBucket, GrowBucket, SampleBucket, StartBucket
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.runner import Runner, plan_chunks
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.text.tokenizer_files import MAX_START_TOKENS
+
+if TYPE_CHECKING:
+    from jaxllm.kv.chunks import LayerChunks
 
 
 class LevelRunner(Runner):
@@ -140,6 +134,8 @@ class LevelRunner(Runner):
 
     def _restore_bucket(self, tokens: int, cache: int, layer: int) -> Bucket:
         """The bucket that restores one layer of a context and recomputes `tokens` tokens of it."""
+        from jaxllm.serving.buckets.layer import RestoreBucket
+
         return self.model.bucket(RestoreBucket, tokens=tokens, cache_tokens=cache, layer=layer)
 
     def fork_buckets(self) -> list[Bucket]:
@@ -155,6 +151,13 @@ class LevelRunner(Runner):
         if not options.kv_codec or self.cfg.states is not None:
             # Of models with states chunks are cut and put together on the host.
             return []
+        from jaxllm.serving.buckets.layer import (
+            EncodeBucket,
+            LastLogitsBucket,
+            LoadBucket,
+            PrefillRestoredBucket,
+        )
+
         counts = [count * options.kv_chunk_tokens for count in options.recomputed_chunks]
         fed = options.chunk_tokens if self.prefills_restored else ()
         found = [self._embed_bucket(count) for count in (*counts, *fed)]
@@ -277,6 +280,8 @@ class LevelRunner(Runner):
     def load_chunks(self, cache: KVCache, sources: Any, bits: np.ndarray) -> KVCache:
         """Loads stored chunks into a cache, which is donated, in one dispatch (see
         `jaxllm.steps.layers.load_cache`)."""
+        from jaxllm.serving.buckets.layer import LoadBucket
+
         load = self._compiled(LoadBucket, cache_tokens=cache.capacity_tokens)
         heads = [self.cfg.units(layer).kv_heads for layer in range(self.cfg.layers)]
         # Only sources by address need the used heads.
@@ -292,6 +297,8 @@ class LevelRunner(Runner):
           bits: bit width of the chunks.
           numbers: numbers of the chunks, at most `ENCODED_CHUNKS`; the bytes after theirs are undefined.
         """
+        from jaxllm.serving.buckets.layer import ENCODED_CHUNKS, EncodeBucket
+
         encode = self._compiled(EncodeBucket, bits=bits, cache_tokens=cache.capacity_tokens, layer=layer)
         padded = np.array([*numbers, *[numbers[0]] * (ENCODED_CHUNKS - len(numbers))], np.int32)
         return encode(cache.past(layer), padded)
@@ -303,7 +310,7 @@ class LevelRunner(Runner):
 
     @abc.abstractmethod
     def restore_layer(
-        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: "LayerChunks"
     ) -> tuple[jax.Array, Past]:
         """Restores one layer of a context: loads its stored chunks and recomputes others (see
         `jaxllm.steps.layers.restore_layer`).
@@ -320,7 +327,7 @@ class LevelRunner(Runner):
         """
 
     def prefill_restored(
-        self, layer: int, x: jax.Array, at: TokenPositions, cache: KVCache, chunks: LayerChunks
+        self, layer: int, x: jax.Array, at: TokenPositions, cache: KVCache, chunks: "LayerChunks"
     ) -> tuple[jax.Array, KVCache]:
         """Loads a layer's stored chunks, and runs new tokens through it (see
         `jaxllm.steps.layers.prefill_restored`); only where `prefills_restored`.

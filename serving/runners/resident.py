@@ -9,20 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
-from jaxllm.kv.chunks import LayerChunks
 from jaxllm.models.layer import InputRows
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.serving.buckets.bucket import Bucket, embedding_params, head_params, layer_params
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.model import (
-    BatchBucket,
-    DecodeBucket,
-    EmbedBucket,
-    LastLogitsBucket,
-    PrefillBucket,
-    PrefillRestoredBucket,
-)
-from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.buckets.model import BatchBucket, DecodeBucket, PrefillBucket
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.runner import (
@@ -36,10 +27,11 @@ from jaxllm.serving.runners.runner import (
     plan_chunks,
 )
 from jaxllm.serving.weights.model_level import ModelLevel
-from jaxllm.steps.batch import RowLimits, can_decode_rows, can_mix_levels
 from jaxllm.steps.model import BlockEnd
 
 if TYPE_CHECKING:
+    from jaxllm.kv.chunks import LayerChunks
+    from jaxllm.serving.ground.prompt_rows import PromptRows
     from jaxllm.speculation.tree import TokenTree
 
 
@@ -54,6 +46,8 @@ class Batch:
     """
 
     def __init__(self, runner: LevelRunner) -> None:
+        from jaxllm.steps.batch import can_mix_levels
+
         self._runner, cfg = runner, runner.cfg
         mixes = can_mix_levels(runner.params)
         sizes = [cfg.units(layer) for layer in range(cfg.layers)]
@@ -69,9 +63,11 @@ class Batch:
         """The batch of a runner; None if the options disable it, if batched answers would not be bitwise
         equal to unbatched ones (see `can_decode_rows`), and for models with state or mixed layers."""
         options, params, cfg = runner.options, runner.params, runner.cfg
-        exact = can_decode_rows(params, jnp.dtype(options.cache_dtype))
-        exact = exact and cfg.states is None and cfg.mixed is None
-        return cls(runner) if options.batch_rows and exact else None
+        if not options.batch_rows or cfg.states is not None or cfg.mixed is not None:
+            return None
+        from jaxllm.steps.batch import can_decode_rows
+
+        return cls(runner) if can_decode_rows(params, jnp.dtype(options.cache_dtype)) else None
 
     def all_buckets(self) -> list[Bucket]:
         """The buckets of batches, of any number of rows and cache length."""
@@ -96,6 +92,8 @@ class Batch:
                     self._dispatch([self._idle_row(each, limit=1) for each in caches])
 
     def _dispatch(self, rows: Sequence[BatchRow]) -> list[DecodedRow]:
+        from jaxllm.steps.batch import RowLimits
+
         runner = self._runner
         size = next(each for each in runner.options.batch_rows if each >= len(rows))
         capacity = max(row.cache.capacity_tokens for row in rows)
@@ -190,6 +188,8 @@ class ResidentRunner(LevelRunner):
         return [self.model.bucket(VerifyBucket, tokens=nodes, cache_tokens=cache)]
 
     def _embed_bucket(self, tokens: int) -> Bucket:
+        from jaxllm.serving.buckets.layer import EmbedBucket
+
         return self.model.bucket(EmbedBucket, tokens=tokens)
 
     # -- answering --------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class ResidentRunner(LevelRunner):
         return self._prefill(cache, tokens, at, chunk)
 
     def prefill_rows(
-        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: PromptRows
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: "PromptRows"
     ) -> tuple[jax.Array | None, KVCache]:
         """See `Runner`."""
         vocab = self.cfg.vocab_size
@@ -300,16 +300,18 @@ class ResidentRunner(LevelRunner):
         return embed(self._embedding, tokens[None], np.asarray(at.positions))
 
     def restore_layer(
-        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: LayerChunks
+        self, layer: int, x: jax.Array, at: TokenPositions, past: Past, chunks: "LayerChunks"
     ) -> tuple[jax.Array, Past]:
         """See `LevelRunner`."""
         bucket = self._restore_bucket(len(at.positions), past.capacity_tokens, layer)
         return self.buckets.get(bucket)(self.layer_params(layer), x, at, past, chunks)
 
     def prefill_restored(
-        self, layer: int, x: jax.Array, at: TokenPositions, cache: KVCache, chunks: LayerChunks
+        self, layer: int, x: jax.Array, at: TokenPositions, cache: KVCache, chunks: "LayerChunks"
     ) -> tuple[jax.Array, KVCache]:
         """See `LevelRunner`."""
+        from jaxllm.serving.buckets.layer import PrefillRestoredBucket
+
         where = {"tokens": len(at.positions), "cache_tokens": cache.capacity_tokens, "layer": layer}
         compiled, params = self._compiled(PrefillRestoredBucket, **where), self.layer_params(layer)
         x, past, mass = compiled(params, x, at, cache.past(layer), cache.mass, chunks)
@@ -317,6 +319,8 @@ class ResidentRunner(LevelRunner):
 
     def restored_logits(self, x: jax.Array, row: int) -> jax.Array:
         """See `LevelRunner`."""
+        from jaxllm.serving.buckets.layer import LastLogitsBucket
+
         compiled = self.buckets.get(LastLogitsBucket(tokens=x.shape[1]))
         return compiled(head_params(self.params, self.cfg), x, np.array([row], np.int32))
 

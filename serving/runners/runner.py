@@ -12,10 +12,10 @@ import numpy as np
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import SamplerState
-from jaxllm.speculation.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from jaxllm.kv.cache import TokenPositions
+    from jaxllm.speculation.token_tree import TokenTree
 
 PrefillMode = Literal["int8", "float"]
 # Fixed cost of a chunk, in tokens of prefill: on a CPU each chunk reads all weights once, which costs about
@@ -216,7 +216,7 @@ class Runner(abc.ABC):
     @abc.abstractmethod
     def verify(
         self,
-        tree: TokenTree,
+        tree: "TokenTree",
         cache: Any,
         sampler: SamplerState,
         limit: int,

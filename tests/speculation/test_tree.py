@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
-from jaxllm.speculation.token_tree import (
-    LEAST,
-    MOST,
-    START,
-    Fallback,
-    Growing,
-    PassTimes,
-    verified_nodes,
-    worthwhile,
-)
+from jaxllm.speculation.growth import LEAST, MOST, START
+from jaxllm.speculation.token_tree import Fallback, Growing, PassTimes, verified_nodes, worthwhile
 from jaxllm.speculation.tree import (
     CELLS,
     RANKS,

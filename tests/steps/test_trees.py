@@ -12,7 +12,8 @@ import pytest
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.sampling import Sampling, sample, sampler_state
-from jaxllm.speculation.token_tree import Growth, by_confidence, some_nodes
+from jaxllm.speculation.growth import Growth
+from jaxllm.speculation.token_tree import by_confidence, some_nodes
 from jaxllm.speculation.tree import new_tree
 from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, prune, read_nodes, verify
 from tests.copied_bytes import copied_bytes

@@ -82,7 +82,7 @@ def calibrate_contexts(
                 sensitivity_rows=recipe.sensitivity_rows,
                 progress=lambda done, total: status.update(f"measuring, layer {done} of {total}"),
             )
-        shapes = chunk_shapes(bundle.cfg, dtype="float32")
+        shapes = chunk_shapes(bundle.cfg, tokens=16, dtype="float32")
         chosen, lost = choose(errors, sensitivity, shapes, recipe.ratio)
         calibration = ContextCalibration(chosen=chosen, errors=errors, sensitivity=sensitivity)
         facts = {"ratio": recipe.ratio, "tokens": sum(map(len, rows))}

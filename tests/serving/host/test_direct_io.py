@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
-from jaxllm.serving.host.direct_io import PAGE, PieceReader, Storage
+from jaxllm.serving.ground.storage import Storage
+from jaxllm.serving.host.direct_io import PAGE, PieceReader
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from jaxllm import Engine
 from jaxllm.bundle.levels import elastic_parts
 from jaxllm.elastic.ladder import Ladder
-from jaxllm.serving.buckets.model import LayerBucket, LayersBucket
+from jaxllm.serving.buckets.layer import LayerBucket, LayersBucket
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.runners import layerwise
 from jaxllm.serving.weights import streamed
