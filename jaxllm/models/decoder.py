@@ -107,7 +107,11 @@ def forward_at(
     """
     if inputs is not None:
         require_decoder_alone(cfg, "rows in place of tokens")
-        mixed_layers.require_tokens_alone(cfg)
+        if cfg.mixed is not None and cfg.mixed.layer_input_size:
+            raise ConfigError(
+                f"rows in place of tokens are not for models whose layers have inputs of each token, as "
+                f"{cfg.model_type} has; give tokens"
+            )
     rows = Rows.at(at)
     live = rows.valid if tokens.shape[0] == 1 else None
     x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live, inputs=inputs)
@@ -124,11 +128,11 @@ def forward_at(
         if shared is None:
             x, past, mass = forward_layer(weights, x, at, cache.past(like, number), cache.mass, **how)
         else:
-            of = mixed_layers.MixedLayer(cfg, like, number, rows)
             attend = functools.partial(
                 attend_cache, at=at, past=cache.past(like, number), mass=cache.mass, **how
             )
-            x, shared, (past, mass) = mixed_layers.run_layer(weights, x, shared, of, attend)
+            of: Any = {"cfg": cfg, "like": like, "number": number, "rows": rows}
+            x, shared, (past, mass) = mixed_layers.run_layer(weights, x, shared, attend, **of)
         return x, dataclasses.replace(cache.with_past(like, past), mass=mass), shared
 
     x, cache, _ = over_layers(params, cfg, layer, (x, cache, shared))
@@ -165,15 +169,11 @@ def embed_tokens(
     if cfg.learned_positions:
         x = x + embed(positions, params["embed.positions"], dtype)
     if cfg.sinusoidal_positions:
-        x = x + _sinusoids(positions, cfg.hidden_size).astype(dtype)
+        # Sines in the first half of the dimensions, cosines in the other (Marian).
+        exponents = np.arange(0, cfg.hidden_size, 2, dtype=np.float64) / cfg.hidden_size
+        angles = positions.astype(jnp.float32)[:, None] * (10000.0**-exponents).astype(np.float32)
+        x = x + jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(dtype)
     return normalize(x, LayerParams(params, "").norm("embed.norm", cfg)) if cfg.embed_norm else x
-
-
-def _sinusoids(positions: jax.Array, width: int) -> jax.Array:
-    """`[T, D]` float32: sines in the first half of the dimensions, cosines in the other (Marian)."""
-    frequencies = 10000.0 ** -(np.arange(0, width, 2, dtype=np.float64) / width)
-    angles = positions.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
-    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
 def forward_layer(
@@ -319,7 +319,6 @@ def _begin_documents(
     dtype: DTypeLike,
     differentiable: bool,
 ) -> tuple[_Carry, _DocumentLayer]:
-    """The first layer's input, and the function of a layer."""
     require_decoder_alone(cfg, "forward passes over whole documents")
     if branches is not None:
         require_room(cfg, "tasks")
@@ -344,8 +343,8 @@ def _begin_documents(
             window=cfg.attention_windows[like],
         )
         if shared is not None:
-            of = mixed_layers.MixedLayer(cfg, like, number, ALL_ROWS)
-            return mixed_layers.run_layer(weights, x, shared, of, attend)[:2], None
+            of: Any = {"cfg": cfg, "like": like, "number": number, "rows": ALL_ROWS}
+            return mixed_layers.run_layer(weights, x, shared, attend, **of)[:2], None
         if cfg.is_state(like):
             how: Any = {"cfg": cfg, "layer": like, "differentiable": differentiable}
             x, routing = document_state_layer(weights, x, starts, **how)
