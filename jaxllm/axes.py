@@ -52,20 +52,23 @@ class Axes:
         for name, array in arrays.items():
             if array is None:
                 continue
-            lengths = dict(self._lengths)
-            if not (_has_dtype(array, dtype) and _fits(np.shape(array), axes, lengths)):
-                raise ConfigError(self._described(name, array, axes, dtype))
+            lengths, sizes, ends = dict(self._lengths), np.shape(array), axes
+            if axes[:1] == ["..."]:
+                ends = axes[1:]
+                sizes = sizes[len(sizes) - len(ends) :] if len(sizes) >= len(ends) else ()
+            fits = len(sizes) == len(ends) and all(
+                axis == "*" or size == (int(axis) if axis.isdigit() else lengths.setdefault(axis, size))
+                for axis, size in zip(ends, sizes, strict=True)
+            )
+            if not fits or not _has_dtype(array, dtype):
+                known = [f"{axis} = {self._lengths[axis]}" for axis in axes if axis in self._lengths]
+                where = f" with {', '.join(known)}" if known else ""
+                kind = "float" if dtype is np.floating else np.dtype(dtype).name
+                raise ConfigError(
+                    f"{self._step} takes {name} as [{', '.join(axes)}] {kind}{where}, got "
+                    f"{list(np.shape(array))} {getattr(array, 'dtype', type(array).__name__)}"
+                )
             self._lengths = lengths
-
-    def _described(self, name: str, array: Any, axes: list[str], dtype: Any) -> str:
-        known = [f"{axis} = {self._lengths[axis]}" for axis in axes if axis in self._lengths]
-        where = f" with {', '.join(known)}" if known else ""
-        kind = "float" if dtype is np.floating else np.dtype(dtype).name
-        given = getattr(array, "dtype", type(array).__name__)
-        return (
-            f"{self._step} takes {name} as [{', '.join(axes)}] {kind}{where}, got {list(np.shape(array))} "
-            f"{given}"
-        )
 
 
 def shaped(
@@ -113,14 +116,3 @@ def _has_dtype(array: Any, dtype: Any) -> bool:
     given = np.asarray(array).dtype if given is None else given
     kind = dtype is np.floating or dtype is np.integer
     return jnp.issubdtype(given, dtype) if kind else given == np.dtype(dtype)
-
-
-def _fits(sizes: tuple[int, ...], axes: list[str], lengths: dict[str, int]) -> bool:
-    """Whether an array has the axes; adds the lengths of new ones."""
-    if axes[:1] == ["..."]:
-        axes = axes[1:]
-        sizes = sizes[len(sizes) - len(axes) :] if len(sizes) >= len(axes) else ()
-    return len(sizes) == len(axes) and all(
-        axis == "*" or size == (int(axis) if axis.isdigit() else lengths.setdefault(axis, size))
-        for axis, size in zip(axes, sizes, strict=True)
-    )

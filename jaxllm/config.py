@@ -170,7 +170,17 @@ class ModelConfig:
         if not self.attention_scale:
             object.__setattr__(self, "attention_scale", self.head_dim**-0.5)
         require(self.qk_norm or not self.joint_qk_norm, "joint_qk_norm is true without qk_norm; set both")
-        self._check_blocks()
+        require(self.logit_scale > 0, f"logit_scale must be positive, got {self.logit_scale}")
+        if self.rope_layers:
+            require_marks(self, "rope_layers")
+            if all(self.rope_layers):
+                # Equal models have equal configs.
+                object.__setattr__(self, "rope_layers", ())
+        require(self.pre_norms or self.post_norms, "pre_norms is false without post_norms; set one of them")
+        require(
+            not self.parallel_blocks or (self.pre_norms and not self.post_norms and not self.experts),
+            "parallel_blocks needs pre_norms, and neither post_norms nor experts",
+        )
         for name in ("attention_scale", "attention_softcap", "logit_softcap", "qkv_clip"):
             value = getattr(self, name)
             require(value >= 0, f"{name} must not be negative, got {value}")
@@ -190,9 +200,6 @@ class ModelConfig:
         require_mixed_layers(self)
         if self.layer_units:
             self._check_units()
-        self._check_encoder()
-
-    def _check_encoder(self) -> None:
         if self.relative_buckets:
             require(
                 self.relative_buckets % 4 == 0 and self.relative_distance > self.relative_buckets // 2,
@@ -203,10 +210,12 @@ class ModelConfig:
             not self.sinusoidal_positions or self.hidden_size % 4 == 0,
             f"sinusoidal positions need a hidden_size that is a multiple of 4, got {self.hidden_size}",
         )
-        if self.encoder is None:
-            return
-        require(isinstance(self.encoder, ModelConfig), f"encoder must be a config, got {self.encoder!r:.80}")
-        for each in (self, self.encoder):
+        if self.encoder is not None:
+            self._check_encoder(self.encoder)
+
+    def _check_encoder(self, encoder: "ModelConfig") -> None:
+        require(isinstance(encoder, ModelConfig), f"encoder must be a config, got {encoder!r:.80}")
+        for each in (self, encoder):
             plain = each.rope is None and not any(each.attention_windows)
             plain = plain and each.states is None and not each.attention_gate
             require(
@@ -214,24 +223,11 @@ class ModelConfig:
                 "encoder-decoders have no rotary embedding, attention windows, state layers, gates of "
                 "attention, norms of queries and keys, or norms after blocks before their sum",
             )
-        of_decoder = self.encoder.encoder is None and not self.encoder.head_bias and self.encoder.tied_head
+        of_decoder = encoder.encoder is None and not encoder.head_bias and encoder.tied_head
         require(of_decoder, "an encoder has neither an encoder nor a head of its own")
         for name in ("vocab_size", "hidden_size"):
-            own, other = getattr(self, name), getattr(self.encoder, name)
+            own, other = getattr(self, name), getattr(encoder, name)
             require(own == other, f"encoder and decoder must have the same {name}, got {other} and {own}")
-
-    def _check_blocks(self) -> None:
-        require(self.logit_scale > 0, f"logit_scale must be positive, got {self.logit_scale}")
-        if self.rope_layers:
-            require_marks(self, "rope_layers")
-            if all(self.rope_layers):
-                # Equal models have equal configs.
-                object.__setattr__(self, "rope_layers", ())
-        require(self.pre_norms or self.post_norms, "pre_norms is false without post_norms; set one of them")
-        require(
-            not self.parallel_blocks or (self.pre_norms and not self.post_norms and not self.experts),
-            "parallel_blocks needs pre_norms, and neither post_norms nor experts",
-        )
 
     def _check_units(self) -> None:
         units = self.layer_units
@@ -312,7 +308,6 @@ class ModelConfig:
 
     @classmethod
     def _from_json(cls, data: dict[str, Any]) -> "ModelConfig":
-        """`from_json` of a model, or of its encoder."""
         fields = dict(data)
         try:
             if fields.get("encoder") is not None:

@@ -137,7 +137,12 @@ class RopeConfig:
         require_int("rope dim", self.dim, 2, MAX_DIMENSION)
         require(self.dim % 2 == 0, f"rope dim must be even, got {self.dim}")
         require_types(self)
-        self._check_factors()
+        object.__setattr__(self, "factors", tuple(self.factors))
+        require(
+            len(self.factors) in (0, self.dim // 2)
+            and all(isinstance(each, float) and 1e-6 <= each <= 1e6 for each in self.factors),
+            f"rope factors must be {self.dim // 2} numbers in [1e-6, 1e6], got {self.factors!r:.80}",
+        )
         require(self.query_growth >= 0, f"query_growth must not be negative, got {self.query_growth}")
         require(self.theta > 0, f"rope theta must be positive, got {self.theta}")
         require(self.factor >= 1, f"rope scaling factor must be at least 1, got {self.factor}")
@@ -159,14 +164,6 @@ class RopeConfig:
                 "yarn rope scaling needs positive beta_fast and beta_slow, got "
                 f"{self.beta_fast} and {self.beta_slow}",
             )
-
-    def _check_factors(self) -> None:
-        object.__setattr__(self, "factors", tuple(self.factors))
-        valid = all(isinstance(each, float) and 1e-6 <= each <= 1e6 for each in self.factors)
-        require(
-            valid and len(self.factors) in (0, self.dim // 2),
-            f"rope factors must be {self.dim // 2} numbers in [1e-6, 1e6], got {self.factors!r:.80}",
-        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

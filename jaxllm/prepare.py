@@ -20,12 +20,9 @@ from jaxllm.models.features import require_room
 from jaxllm.models.parameters import parameter_count, sparse_layers
 from jaxllm.quant import QArray
 from jaxllm.quant.weights import RowParts
-from jaxllm.text.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int, int], None]
 _Stored = np.ndarray | QArray | RowParts
-# Config, tokenizer, parameters in order, the format of matrices, and whether floats keep their width in it.
-_Source = tuple[ModelConfig, TokenizerFiles, Iterator[tuple[str, _Stored]], WeightFormat, bool]
 
 
 def prepare(
@@ -67,18 +64,41 @@ def prepare(
         raise CheckpointError(f"{out} is a folder; name the bundle's file, such as {out / 'model.jaxllm'}")
     if out.resolve().parent == folder.resolve() and out.suffix in (".safetensors", ".json", ".jinja"):
         raise CheckpointError(f"{out} would replace a file of the model itself; name another file")
+    apart, parts = bool(np.any(expert_bits)), dict(parts or {})
     if folder.is_file() and not is_gguf(folder):
-        return _experts_apart(folder, out, weights, name, ignore_keys, expert_bits, parts)
+        with Bundle.open(folder) as bundle:
+            own, cfg = bundle.layout.weights, bundle.cfg
+            if not apart:
+                raise CheckpointError(
+                    f"{folder} is a bundle; of a mixture, name --expert-bits to lay its experts apart"
+                )
+            if weights not in (None, own) or ignore_keys:
+                raise CheckpointError(
+                    f"{folder} is a bundle of {own} weights, which stay as they are; for others give the "
+                    "Hugging Face folder that it was made of"
+                )
+            return lay_experts_apart(out, bundle, _widths(cfg, expert_bits), parts, name=name)
     if out.exists() and folder.is_file() and out.samefile(folder):
         raise CheckpointError(f"{out} is the model itself; name another file")
-    apart, parts = bool(np.any(expert_bits)), dict(parts or {})
     if folder.is_file():
-        cfg, tokenizer, params, form, keeps = _read_gguf(folder, weights, ignore_keys)
-        quantized = True
+        from jaxllm.checkpoints.gguf_config import read_gguf_config
+        from jaxllm.checkpoints.gguf_file import read_gguf
+        from jaxllm.checkpoints.gguf_model import own_format, read_gguf_params
+        from jaxllm.checkpoints.gguf_tokenizer import read_gguf_tokenizer
+
+        file, quantized, keeps = read_gguf(folder), True, not weights
+        cfg = read_gguf_config(file, ignore_keys=ignore_keys)
+        tokenizer = read_gguf_tokenizer(file, cfg.vocab_size)
+        params = read_gguf_params(file, cfg, weights, by_rows=True)
+        form = weights or own_format(file)
     else:
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint(folder, ignore_keys=ignore_keys)
-        cfg, tokenizer, params, form, keeps = _read_folder(checkpoint, weights)
-        quantized = checkpoint.quantization is not None
+        cfg, tokenizer, own = checkpoint.cfg, checkpoint.tokenizer, checkpoint.weight_format
+        quantized, form = checkpoint.quantization is not None, weights or own
+        # Whether floats keep their width next to quantized matrices.
+        keeps = quantized and not weights
+        floats = quantized and form != own
+        params = checkpoint.params() if floats else checkpoint.stored_params(by_rows=True)
         if has_images(checkpoint):
             images, values = read_image_encoder(checkpoint)
             try:
@@ -118,29 +138,6 @@ def prepare(
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def _read_folder(checkpoint: Checkpoint, weights: WeightFormat | None) -> _Source:
-    """A Hugging Face folder's model."""
-    cfg, tokenizer, own = checkpoint.cfg, checkpoint.tokenizer, checkpoint.weight_format
-    quantized = checkpoint.quantization is not None
-    if quantized and weights not in (None, own):
-        return cfg, tokenizer, checkpoint.params(), weights, False
-    return cfg, tokenizer, checkpoint.stored_params(by_rows=True), weights or own, quantized and not weights
-
-
-def _read_gguf(path: Path, weights: WeightFormat | None, ignore_keys: Collection[str]) -> _Source:
-    """A GGUF file's model."""
-    from jaxllm.checkpoints.gguf_config import read_gguf_config
-    from jaxllm.checkpoints.gguf_file import read_gguf
-    from jaxllm.checkpoints.gguf_model import own_format, read_gguf_params
-    from jaxllm.checkpoints.gguf_tokenizer import read_gguf_tokenizer
-
-    file = read_gguf(path)
-    cfg = read_gguf_config(file, ignore_keys=ignore_keys)
-    tokenizer = read_gguf_tokenizer(file, cfg.vocab_size)
-    params = read_gguf_params(file, cfg, weights, by_rows=True)
-    return cfg, tokenizer, params, weights or own_format(file), not weights
-
-
 def _kept(value: _Stored) -> _Stored | Kept:
     """A parameter whose floats keep their width next to quantized ones."""
     if isinstance(value, RowParts):
@@ -150,27 +147,3 @@ def _kept(value: _Stored) -> _Stored | Kept:
 
 def _widths(cfg: ModelConfig, expert_bits: int | np.ndarray) -> np.ndarray:
     return np.broadcast_to(expert_bits, (len(sparse_layers(cfg)), cfg.experts))
-
-
-def _experts_apart(
-    path: Path,
-    out: Path,
-    weights: WeightFormat | None,
-    name: str,
-    ignore_keys: Collection[str],
-    expert_bits: int | np.ndarray,
-    parts: Mapping[str, Part] | None,
-) -> None:
-    """`prepare` from a bundle."""
-    with Bundle.open(path) as bundle:
-        own, cfg = bundle.layout.weights, bundle.cfg
-        if not np.any(expert_bits):
-            raise CheckpointError(
-                f"{path} is a bundle; of a mixture, name --expert-bits to lay its experts apart"
-            )
-        if weights not in (None, own) or ignore_keys:
-            raise CheckpointError(
-                f"{path} is a bundle of {own} weights, which stay as they are; for others give the "
-                "Hugging Face folder that it was made of"
-            )
-        lay_experts_apart(out, bundle, _widths(cfg, expert_bits), parts, name=name)

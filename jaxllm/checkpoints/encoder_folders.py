@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from jaxllm.checkpoints.huggingface import Checkpoint
-from jaxllm.checkpoints.safetensors_folder import SafetensorsFolder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.input_files import read_json
 from jaxllm.models.config_parts import read_activation
@@ -77,7 +76,17 @@ def read_encoder(folder: Path) -> tuple[EncoderConfig, dict[str, np.ndarray]]:
     """
     checkpoint = Checkpoint(folder)
     cfg, weights = config_from_hf(checkpoint.config), checkpoint.weights
-    located = _locate(cfg, weights)
+    names, embedding = weights.names(), stored_name(cfg, "embed.tokens")
+    # One prefix for the whole folder. If none fits, the usual one, for the message below.
+    prefix = next((each for each in _PREFIXES if each + embedding in names), _PREFIXES[0])
+    located = {name: prefix + stored_name(cfg, name) for name in encoder_shapes(cfg)}
+    unused = [*_HEADS, f"{prefix}embeddings.position_ids"]
+    if not cfg.projects_embeddings:
+        unused.append(f"{prefix}{_BELOW['embed.projection']}.")
+    extra = {name for name in names - {*located.values()} if not name.startswith(tuple(unused))}
+    if cfg.bottleneck_attention:
+        extra = {name for name in extra if ".bottleneck.attention." not in name}
+    weights.require_complete({*located.values()} - names, extra, "a mobilebert model")
     for name, shape in encoder_shapes(cfg).items():
         weights.check(located[name], shape)
     return cfg, {name: weights.read(stored, lambda rows: rows[:]) for name, stored in located.items()}
@@ -149,29 +158,6 @@ def stored_name(cfg: EncoderConfig, name: str) -> str:
     return f"encoder.layer.{layer}.{within}.{ending}"
 
 
-def _locate(cfg: EncoderConfig, weights: SafetensorsFolder) -> dict[str, str]:
-    """The stored name of every parameter; raises CheckpointError for other tensors of the encoder."""
-    names = weights.names()
-    embedding = stored_name(cfg, "embed.tokens")
-    # One prefix for the whole folder. If none fits, the usual one, for the message below.
-    prefix = next((each for each in _PREFIXES if each + embedding in names), _PREFIXES[0])
-    located = {name: prefix + stored_name(cfg, name) for name in encoder_shapes(cfg)}
-    stored = set(located.values())
-    extra = {name for name in names - stored if not _never_read(cfg, name.removeprefix(prefix), name)}
-    weights.require_complete(stored - names, extra, "a mobilebert model")
-    return located
-
-
-def _never_read(cfg: EncoderConfig, within: str, name: str) -> bool:
-    """Whether a stored tensor does not belong to the encoder, or is not used by it."""
-    unused = {"embeddings.position_ids"}
-    if not cfg.projects_embeddings:
-        unused |= {f"{_BELOW['embed.projection']}.{ending}" for ending in ("weight", "bias")}
-    if cfg.bottleneck_attention and ".bottleneck.attention." in within:
-        return True
-    return name.startswith(_HEADS) or within in unused
-
-
 # SmolVLM
 
 _LEAD, _CONNECTOR = "model.vision_model.", "model.connector."
@@ -223,7 +209,15 @@ def read_image_input(checkpoint: Checkpoint) -> ImageInput:
     for name in ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"):
         reader.only(name, (True, None), "images are always resized, rescaled and normalized")
     image_id = ConfigReader(checkpoint.config).integer("image_token_id", 128257)
-    _require_tokens(checkpoint, image_id)
+    tokenizer = Tokenizer(checkpoint.tokenizer)
+    for text in (IMAGE, AROUND, WHOLE_IMAGE):
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1 or (text == IMAGE and ids != [image_id]):
+            of = f" of the id {image_id}" if text == IMAGE else ""
+            raise CheckpointError(
+                f"{checkpoint.folder}: the tokenizer has no token {text}{of}; take its files as their "
+                "authors published them"
+            )
 
     def edge(name: str, default: int) -> int:
         section = reader.section(name)
@@ -259,18 +253,6 @@ def _channels(found: Mapping[str, Any], name: str) -> tuple[float, float, float]
     if not isinstance(value, list | tuple) or len(value) != 3:
         raise ConfigError(f"{PREPROCESSOR_FILES[0]}: {name} must be three numbers, got {value!r:.80}")
     return tuple(value)
-
-
-def _require_tokens(checkpoint: Checkpoint, image_id: int) -> None:
-    tokenizer = Tokenizer(checkpoint.tokenizer)
-    for text in (IMAGE, AROUND, WHOLE_IMAGE):
-        ids = tokenizer.encode(text, add_special_tokens=False)
-        if len(ids) != 1 or (text == IMAGE and ids != [image_id]):
-            raise CheckpointError(
-                f"{checkpoint.folder}: the tokenizer has no token {text}"
-                + (f" of the id {image_id}" if text == IMAGE else "")
-                + "; take its files as their authors published them"
-            )
 
 
 def read_image_encoder(checkpoint: Checkpoint) -> tuple[ImageEncoderConfig, dict[str, np.ndarray]]:
@@ -320,7 +302,6 @@ def read_image_encoder(checkpoint: Checkpoint) -> tuple[ImageEncoderConfig, dict
 
 
 def _stored(name: str) -> str:
-    """The folder's name of a parameter."""
     if name == "connector":
         return f"{_CONNECTOR}modality_projection.proj.weight"
     plain, ending = _stem_and_ending(name)

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from jaxllm.checkpoints.gguf_file import TEXT, GgufArray, GgufFile, GgufTensor
+from jaxllm.checkpoints.gguf_file import TEXT, GgufArray, GgufFile
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.architectures import architecture
@@ -29,10 +29,14 @@ class Metadata(ConfigReader):
     def __init__(self, file: GgufFile, name: str, ignore_keys: Collection[str] = ()) -> None:
         """Reads the keys of the architecture `name`."""
         prefix = f"{name}."
-        keys = {key: _one_number(value) for key, value in file.metadata.items() if key.startswith(prefix)}
-        super().__init__(
-            {key.removeprefix(prefix): value for key, value in keys.items()}, prefix, ignore_keys=ignore_keys
-        )
+        keys: dict[str, Any] = {}
+        for key, value in file.metadata.items():
+            if key.startswith(prefix):
+                if isinstance(value, GgufArray) and value.kind != TEXT and 0 < value.count < 1 << 16:
+                    numbers = set(value.numbers())
+                    value = numbers.pop() if len(numbers) == 1 else value
+                keys[key.removeprefix(prefix)] = value
+        super().__init__(keys, prefix, ignore_keys=ignore_keys)
         self.tensors = file.tensors
 
     def integer(self, key: str, default: int | None = None, **bounds: Any) -> int:
@@ -47,13 +51,6 @@ class Metadata(ConfigReader):
         if default is None:
             self.require(key, "download the file again")
         return default
-
-
-def _one_number(value: Any) -> Any:
-    if not isinstance(value, GgufArray) or value.kind == TEXT or not 0 < value.count < 1 << 16:
-        return value
-    numbers = set(value.numbers())
-    return numbers.pop() if len(numbers) == 1 else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,13 +80,29 @@ def read_gguf_config(file: GgufFile, *, ignore_keys: Collection[str] = ()) -> Mo
         raise CheckpointError(f"{file.path} does not say which architecture it has; download it again")
     family, metadata = family_of(name), Metadata(file, name, ignore_keys)
     try:
-        keys = {**_shape(metadata), **family.keys(metadata)}
-        _check_counts(keys, metadata.tensors)
+        keys, tensors = {**_shape(metadata), **family.keys(metadata)}, metadata.tensors
+        # Before anything of that size is made.
+        layers, experts = keys["num_hidden_layers"], keys.get("num_experts", keys.get("num_local_experts"))
+        if not 1 <= layers <= len(tensors):
+            raise ConfigError(f"{layers} layers cannot be in {len(tensors)} tensors; download the file again")
+        routers = {each.shape[0] for name, each in tensors.items() if name.endswith(".ffn_gate_inp.weight")}
+        if experts and routers != {experts}:
+            raise ConfigError(f"its routers do not have {experts} experts; download the file again")
         mixture = family.model_type == "llama" and metadata.integer("expert_count", 0)
         metadata.finish(inert_keys=_INERT)
         model_type = "mixtral" if mixture else family.model_type
         cfg = architecture(model_type).config_from_hf({**keys, "model_type": model_type})
-        return _with_factors(cfg, file)
+        # Frequency factors (Llama 3.1).
+        stored = file.tensors.get("rope_freqs.weight")
+        if stored is None:
+            return cfg
+        if stored.kind != "F32" or cfg.rope is None or stored.shape != (cfg.rope.dim // 2,):
+            raise CheckpointError(
+                f"rope_freqs.weight is {stored.kind} of shape {list(stored.shape)}, which the model's rotary "
+                "embedding does not accept; download the file again"
+            )
+        factors = tuple(stored.data.reshape(-1).view("<f4").astype(float).tolist())
+        return dataclasses.replace(cfg, rope=dataclasses.replace(cfg.rope, factors=factors))
     except (CheckpointError, ConfigError) as error:
         raise type(error)(f"{file.path}: {error}") from error
 
@@ -109,7 +122,6 @@ def family_of(name: str) -> GgufFamily:
 
 
 def _shape(m: Metadata) -> dict[str, Any]:
-    """The keys of all architectures."""
     if "token_embd.weight" not in m.tensors:
         raise CheckpointError("the file lacks the tensor token_embd.weight; download it again")
     hidden, heads = m.integer("embedding_length"), m.integer("attention.head_count")
@@ -127,17 +139,6 @@ def _shape(m: Metadata) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in m.tensors,
         **_rope(m, head_dim),
     }
-
-
-def _check_counts(keys: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> None:
-    """Refuses numbers of layers and experts that contradict the tensors, before anything of that size is
-    made."""
-    layers, experts = keys["num_hidden_layers"], keys.get("num_experts", keys.get("num_local_experts", 0))
-    if not 1 <= layers <= len(tensors):
-        raise ConfigError(f"{layers} layers cannot be in {len(tensors)} tensors; download the file again")
-    routers = {each.shape[0] for name, each in tensors.items() if name.endswith(".ffn_gate_inp.weight")}
-    if experts and routers != {experts}:
-        raise ConfigError(f"its routers do not have {experts} experts; download the file again")
 
 
 def _rope(m: Metadata, head_dim: int) -> dict[str, Any]:
@@ -173,20 +174,6 @@ def _rope(m: Metadata, head_dim: int) -> dict[str, Any]:
     return keys
 
 
-def _with_factors(cfg: ModelConfig, file: GgufFile) -> ModelConfig:
-    """The config with the frequency factors that the file stores as a tensor (Llama 3.1), if any."""
-    stored = file.tensors.get("rope_freqs.weight")
-    if stored is None:
-        return cfg
-    if stored.kind != "F32" or cfg.rope is None or stored.shape != (cfg.rope.dim // 2,):
-        raise CheckpointError(
-            f"rope_freqs.weight is {stored.kind} of shape {list(stored.shape)}, which the model's rotary "
-            "embedding does not accept; download the file again"
-        )
-    factors = tuple(stored.data.reshape(-1).view("<f4").astype(float).tolist())
-    return dataclasses.replace(cfg, rope=dataclasses.replace(cfg.rope, factors=factors))
-
-
 def _rms(m: Metadata) -> dict[str, Any]:
     return {"rms_norm_eps": m.number("attention.layer_norm_rms_epsilon")}
 
@@ -202,27 +189,18 @@ def _llama(m: Metadata) -> dict[str, Any]:
     return {**_rms(m), "attention_bias": _biased(m, "attn_output"), "mlp_bias": _biased(m, "ffn_up")}
 
 
-def _experts(m: Metadata, *, normalized: bool) -> dict[str, Any]:
+def _experts(m: Metadata, sizes: Mapping[str, str], *, normalized: bool = False) -> dict[str, Any]:
     return {
         **_rms(m),
         "num_experts": m.integer("expert_count"),
         "num_experts_per_tok": m.integer("expert_used_count"),
         "norm_topk_prob": normalized,
+        **{key: m.integer(name) for key, name in sizes.items()},
     }
 
 
-def _qwen_moe(m: Metadata, *, normalized: bool) -> dict[str, Any]:
-    size = m.integer("expert_feed_forward_length")
-    return {**_experts(m, normalized=normalized), "moe_intermediate_size": size}
-
-
-def _qwen2_moe(m: Metadata) -> dict[str, Any]:
-    shared = m.integer("expert_shared_feed_forward_length")
-    return {**_qwen_moe(m, normalized=False), "shared_expert_intermediate_size": shared}
-
-
 def _olmoe(m: Metadata) -> dict[str, Any]:
-    return {**_experts(m, normalized=False), "clip_qkv": m.number("attention.clamp_kqv", 0.0) or None}
+    return {**_experts(m, {}), "clip_qkv": m.number("attention.clamp_kqv", 0.0) or None}
 
 
 def _gpt_oss(m: Metadata) -> dict[str, Any]:
@@ -290,12 +268,14 @@ def _granite(m: Metadata) -> dict[str, Any]:
     }
 
 
+_OWN = {"moe_intermediate_size": "expert_feed_forward_length"}
+_SHARED = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
 FAMILIES: dict[str, GgufFamily] = {
     "llama": GgufFamily("llama", _llama, interleaved=True),
     "qwen2": GgufFamily("qwen2", _rms),
-    "qwen2moe": GgufFamily("qwen2_moe", _qwen2_moe),
+    "qwen2moe": GgufFamily("qwen2_moe", lambda m: _experts(m, _OWN | _SHARED)),
     "qwen3": GgufFamily("qwen3", _rms),
-    "qwen3moe": GgufFamily("qwen3_moe", lambda m: _qwen_moe(m, normalized=True)),
+    "qwen3moe": GgufFamily("qwen3_moe", lambda m: _experts(m, _OWN, normalized=True)),
     "olmo2": GgufFamily("olmo2", _rms),
     "olmoe": GgufFamily("olmoe", _olmoe),
     "gpt-oss": GgufFamily("gpt_oss", _gpt_oss),

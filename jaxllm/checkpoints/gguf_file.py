@@ -145,7 +145,17 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     count = first.metadata.get("split.count", 1)
     if count == 1 or count == 0:
         return first
-    paths = _parts(path, count)
+    named = _PART.fullmatch(path.name)
+    if type(count) is not int or not 1 < count <= _MAX_PARTS or named is None or int(named[3]) != count:
+        raise CheckpointError(
+            f"{path} is a part of a split GGUF file of {count!r:.20} parts, but is not named like one "
+            "(NAME-00001-of-00003.gguf); give the parts their names back"
+        )
+    paths = [path.with_name(f"{named[1]}-{at:05d}-of-{count:05d}.gguf") for at in range(1, count + 1)]
+    if missing := [each for each in paths if not each.is_file()]:
+        raise CheckpointError(
+            f"{missing[0]} is missing, a part of {path}; put all {count} parts into one folder"
+        )
     parts = [_read_one(each) for each in paths]
     tensors: dict[str, GgufTensor] = {}
     for number, part in enumerate(parts):
@@ -161,22 +171,6 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     return GgufFile(
         parts[0].path, parts[0].metadata, tensors, tuple(each for part in parts for each in part.mapped)
     )
-
-
-def _parts(path: Path, count: Any) -> list[Path]:
-    named = _PART.fullmatch(path.name)
-    if type(count) is not int or not 1 < count <= _MAX_PARTS or named is None or int(named[3]) != count:
-        raise CheckpointError(
-            f"{path} is a part of a split GGUF file of {count!r:.20} parts, but is not named like one "
-            "(NAME-00001-of-00003.gguf); give the parts their names back"
-        )
-    paths = [path.with_name(f"{named[1]}-{at:05d}-of-{count:05d}.gguf") for at in range(1, count + 1)]
-    for each in paths:
-        if not each.is_file():
-            raise CheckpointError(
-                f"{each} is missing, a part of {path}; put all {count} parts into one folder"
-            )
-    return paths
 
 
 def _read_one(path: Path) -> GgufFile:
@@ -229,7 +223,9 @@ class _Header:
         return found
 
     def tensors(self, metadata: Mapping[str, Any]) -> dict[str, GgufTensor]:
-        kinds = _kinds()
+        # Types of blocks by number: name, values of a block, bytes of a block.
+        sizes = import_gguf().GGML_QUANT_SIZES
+        kinds = {int(kind): (kind.name, *block) for kind, block in sizes.items()}
         described = [self._describe(kinds) for _ in range(self._tensor_count)]
         align = metadata.get("general.alignment", 32)
         if type(align) is not int or not 1 <= align <= _MAX_ALIGNMENT or align & (align - 1):
@@ -311,12 +307,6 @@ class _Header:
         if size > len(self._bytes) - self._at:
             raise self._malformed("it is truncated: its header ends in its midst")
         self._at += size
-
-
-def _kinds() -> dict[int, tuple[str, int, int]]:
-    """Types of blocks by number: name, values of a block, bytes of a block."""
-    gguf = import_gguf()
-    return {int(kind): (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
 
 
 def import_gguf() -> Any:

@@ -38,13 +38,8 @@ _EXPERTS = {
 _NO_PARAMETERS = frozenset({"rope_freqs.weight"})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """A stored tensor, and the places of our parameters in it."""
-
-    name: str
-    stored: GgufTensor
-    tensor: Tensor
+# The name of a stored tensor, the tensor, and the places of our parameters in it.
+_Source = tuple[str, GgufTensor, Tensor]
 
 
 def own_format(file: GgufFile) -> WeightFormat:
@@ -101,17 +96,16 @@ def read_gguf_params(
         try:
             return _read(source, param, of, weights)
         except CheckpointError as error:
-            raise CheckpointError(f"{file.path}: {source.name}: {error}") from error
+            raise CheckpointError(f"{file.path}: {source[0]}: {error}") from error
 
     def rows(param: str) -> Iterator[np.ndarray | QArray]:
-        source, spec = sources[param], specs[param]
-        stored, skipped = source.stored, source.tensor.skip_rows
-        tensor = dataclasses.replace(source.tensor, skip_rows=0)
+        (name, stored, tensor), spec = sources[param], specs[param]
+        skipped, tensor = tensor.skip_rows, dataclasses.replace(tensor, skip_rows=0)
         for first, last in part_rows(*spec.shape):
             shape = (last - first, spec.shape[1])
             own = dataclasses.replace(stored, shape=shape, data=stored.data[skipped + first : skipped + last])
             part = {**specs, param: dataclasses.replace(spec, shape=shape)}
-            yield read(param, _Source(source.name, own, tensor), part)
+            yield read(param, (name, own, tensor), part)
             file.drop_pages()
 
     def load() -> Iterator[tuple[str, np.ndarray | QArray | RowParts]]:
@@ -126,7 +120,6 @@ def read_gguf_params(
 
 
 def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) -> dict[str, _Source]:
-    """The stored tensor of every parameter."""
     gguf = import_gguf()
     name = file.metadata["general.architecture"]
     numbers = {each: number for number, each in gguf.MODEL_ARCH_NAMES.items()}
@@ -157,7 +150,7 @@ def _locate(file: GgufFile, cfg: ModelConfig, specs: Mapping[str, ParamSpec]) ->
         tensor = turned(tensor, interleaved)
         used.add(name_in_file)
         for param in tensor.params:
-            sources[param] = _Source(name_in_file, stored, tensor)
+            sources[param] = (name_in_file, stored, tensor)
     if extra := file.tensors.keys() - used:
         raise CheckpointError(
             f"{file.path} holds {some(extra)}, which a {cfg.model_type} model with its metadata does not have"
@@ -211,25 +204,25 @@ def _read(
     source: _Source, param: str, specs: Mapping[str, ParamSpec], weights: WeightFormat | None
 ) -> np.ndarray | QArray:
     """One parameter, in the widest format that both the tensor and `weights` allow."""
-    stored, spec = source.stored, specs[param]
+    (_, stored, tensor), spec = source, specs[param]
     vector = spec.role == "vector"
     if stored.kind in gguf_file.EXACT and not vector:
         bits = gguf_file.EXACT[stored.kind]
         wanted = bits if weights is None else _bits(weights, spec)
         if bits <= wanted <= 8:
             blocks = dataclasses.replace(gguf_file.levels(stored), bits=8 if wanted > bits else bits)
-            exact = packed_parameter(blocks, source.tensor, param, specs)
+            exact = packed_parameter(blocks, tensor, param, specs)
             if exact is not None:
                 return exact
     if stored.kind in gguf_file.MINIMA and not vector and weights in (None, "int4-min"):
-        found = packed_parameter(gguf_file.levels_with_minima(stored), source.tensor, param, specs)
+        found = packed_parameter(gguf_file.levels_with_minima(stored), tensor, param, specs)
         if found is not None:
             return found
     values = gguf_file.floats(stored)
-    if source.tensor.expert is None:
-        read = source.tensor.read(values.reshape(source.tensor.shape(specs)), param, specs)
+    if tensor.expert is None:
+        read = tensor.read(values.reshape(tensor.shape(specs)), param, specs)
     else:
-        read = np.stack([source.tensor.read(each, param, specs) for each in values])
+        read = np.stack([tensor.read(each, param, specs) for each in values])
     quantized = stored.kind not in gguf_file.FLOATS and stored.kind != "BF16"
     if quantized and not vector and (weights is None or _bits(weights, spec) == 8):
         axis = -2 if spec.role == "from_units" else -1

@@ -68,18 +68,40 @@ def _read(of: "_Reader", file: GgufFile, vocab_size: int) -> TokenizerFiles:
             "(SentencePiece): take the model's Hugging Face folder"
         )
     begin, end = of.token_id("bos_token_id", tokens), of.token_id("eos_token_id", tokens)
-    added = begin if of.flag("add_bos_token", begins) else None
+    single: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
+    added: dict[str, Any] = {}
+    if of.flag("add_bos_token", begins) and begin is not None:
+        first = tokens[begin]
+        single.insert(0, {"SpecialToken": {"id": first, "type_id": 0}})
+        added[first] = {"id": first, "ids": [begin], "tokens": [first]}
     data |= {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": _added(tokens, types),
-        "post_processor": _begins_with(tokens, added),
+        "added_tokens": [
+            {
+                "id": at,
+                "content": token,
+                **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+                "special": types[at] != _USER,
+            }
+            for at, token in enumerate(tokens)
+            if types[at] in (_UNKNOWN, _CONTROL, _USER) and token
+        ],
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": added,
+        },
     }
     ends = [of.token_id(key, tokens) for key in ("eos_token_id", "eot_token_id", "eom_token_id")]
     unknown, padding = (of.token_id(f"{name}_token_id", tokens) for name in ("unknown", "padding"))
     named = {"bos_token": begin, "eos_token": end, "unk_token": unknown, "pad_token": padding}
     special = {name: tokens[number] for name, number in named.items() if number is not None}
+    sampling = {name: file.metadata[key] for name, key in SAMPLING_KEYS.items() if key in file.metadata}
+    if type(sampling.get("top_k")) is int:
+        sampling["top_k"] = max(0, sampling["top_k"])
     text = json.dumps(data, ensure_ascii=False)
     # What the library makes of the text has its own copy of all: both would be more than a small model.
     del data, tokens, types
@@ -90,17 +112,11 @@ def _read(of: "_Reader", file: GgufFile, vocab_size: int) -> TokenizerFiles:
         special=special,
         eos_ids=tuple(dict.fromkeys(number for number in ends if number is not None)),
         bos_id=begin,
-        sampling=_sampling(file),
+        # Checked by `TokenizerFiles`. Stored in 32 bits: further digits are noise.
+        sampling={
+            name: float(f"{each:.7g}") if isinstance(each, float) else each for name, each in sampling.items()
+        },
     )
-
-
-def _sampling(file: GgufFile) -> dict[str, float]:
-    """The recommended sampling in a file's metadata; values are checked by `TokenizerFiles`."""
-    found = {name: file.metadata[key] for name, key in SAMPLING_KEYS.items() if key in file.metadata}
-    if type(found.get("top_k")) is int:
-        found["top_k"] = max(0, found["top_k"])
-    # Stored in 32 bits: further digits are noise.
-    return {name: float(f"{each:.7g}") if isinstance(each, float) else each for name, each in found.items()}
 
 
 def split_name(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
@@ -194,6 +210,18 @@ def _sentence_pieces(of: _Reader, tokens: Sequence[str], types: Sequence[int]) -
     unknown = of.token_id("unknown_token_id", tokens)
     if unknown is None:
         unknown = next((at for at, each in enumerate(types) if each == _UNKNOWN), None)
+    # Merges that give SentencePiece's tokens: of all pairs of tokens that make a token, those with the
+    # highest score first.
+    joined = {token: at for at, token in enumerate(tokens) if types[at] in (_NORMAL, _USER, _UNUSED)}
+    found = []
+    for token, at in joined.items():
+        if len(token) > 512:
+            continue
+        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        known = [(joined[left], joined[right]) for left, right in pairs if left in joined and right in joined]
+        found += [(-scores[at], at, left, right) for left, right in sorted(known)]
+    found.sort(key=lambda each: each[0])
+    merges = [(str(tokens[left]), str(tokens[right])) for _, _, left, right in found]
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     begin = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
@@ -206,29 +234,12 @@ def _sentence_pieces(of: _Reader, tokens: Sequence[str], types: Sequence[int]) -
             "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
         },
         "model": {
-            **_model(tokens, _merges_of_scores(tokens, types, scores)),
+            **_model(tokens, merges),
             "unk_token": None if unknown is None else tokens[unknown],
             "fuse_unk": True,
             "byte_fallback": _BYTE in types,
         },
     }
-
-
-def _merges_of_scores(
-    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
-) -> list[tuple[str, ...]]:
-    """Merges that give SentencePiece's tokens: of all pairs of tokens that make a token, those with the
-    highest score first."""
-    joined = {token: at for at, token in enumerate(tokens) if types[at] in (_NORMAL, _USER, _UNUSED)}
-    found = []
-    for token, at in joined.items():
-        if len(token) > 512:
-            continue
-        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        known = [(joined[left], joined[right]) for left, right in pairs if left in joined and right in joined]
-        found += [(-scores[at], at, left, right) for left, right in sorted(known)]
-    found.sort(key=lambda each: each[0])
-    return [(str(tokens[left]), str(tokens[right])) for _, _, left, right in found]
 
 
 def _model(tokens: Sequence[str], merges: Sequence[tuple[str, ...]], **how: Any) -> dict[str, Any]:
@@ -245,31 +256,3 @@ def _model(tokens: Sequence[str], merges: Sequence[tuple[str, ...]], **how: Any)
         "vocab": {token: at for at, token in enumerate(tokens)},
         "merges": [list(each) for each in merges],
     }
-
-
-def _added(tokens: Sequence[str], types: Sequence[int]) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": at,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": types[at] != _USER,
-        }
-        for at, token in enumerate(tokens)
-        if types[at] in (_UNKNOWN, _CONTROL, _USER) and token
-    ]
-
-
-def _begins_with(tokens: Sequence[str], begin: int | None) -> Mapping[str, Any]:
-    """Post-processor of encoded texts: adds the first token, if there is one."""
-    text: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
-    special: dict[str, Any] = {}
-    if begin is not None:
-        token = tokens[begin]
-        text.insert(0, {"SpecialToken": {"id": token, "type_id": 0}})
-        special[token] = {"id": token, "ids": [begin], "tokens": [token]}
-    second = {"Sequence": {"id": "B", "type_id": 1}}
-    return {"type": "TemplateProcessing", "single": text, "pair": [*text, second], "special_tokens": special}

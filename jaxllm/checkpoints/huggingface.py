@@ -29,10 +29,9 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.files.input_files import read_json
 from jaxllm.formats import WeightFormat
-from jaxllm.models.architectures import architecture
+from jaxllm.models.architectures import WRAPPERS, architecture, read_text_config
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.translate import Architecture, Tensor
-from jaxllm.models.wrappers import WRAPPERS, read_text_config
 from jaxllm.quant import QArray, dequantize, quantize
 from jaxllm.quant.weights import RowParts, part_rows
 from jaxllm.text.tokenizer_files import TokenizerFiles
@@ -156,7 +155,9 @@ class Checkpoint:
                 return self._read_packed(stored, tensor, name)
             plain = Tensor(tensor.name, (name,), skip_rows=tensor.skip_rows, in_body=tensor.in_body)
             if by_rows and specs[name].role == "embed" and tensor == plain:
-                return self._by_rows(stored, tensor.skip_rows, specs[name].shape)
+                shape, skipped, rows = specs[name].shape, tensor.skip_rows, self.weights.read
+                places = [slice(skipped + first, skipped + last) for first, last in part_rows(*shape)]
+                return RowParts(shape, (rows(stored, lambda each, at=at: each[at]) for at in places))
             return self.weights.read(stored, lambda rows: tensor.read(rows, name, specs))
 
         def load() -> Iterator[tuple[str, np.ndarray | QArray | RowParts]]:
@@ -252,7 +253,6 @@ class Checkpoint:
         return self.quantization.stored(stem, self.weights.names())
 
     def _read_packed(self, stored: str, tensor: Tensor, name: str) -> QArray:
-        """One parameter of a quantized matrix."""
         quantization, specs = self.quantization, param_specs(self.cfg)
         assert quantization is not None
         spec, stem = specs[name], quantization.stem(stored)
@@ -271,12 +271,6 @@ class Checkpoint:
         # In groups of our own: about 0.7 % of error.
         axis = -2 if spec.role == "from_units" else -1
         return quantize(tensor.read(found, name, specs), bits=8, axis=axis, group=GROUP)
-
-    def _by_rows(self, stored: str, skipped: int, shape: tuple[int, ...]) -> RowParts:
-        """A matrix with unconverted rows, after some skipped ones."""
-        places = [(skipped + first, skipped + last) for first, last in part_rows(*shape)]
-        read = self.weights.read
-        return RowParts(shape, (read(stored, lambda rows, at=at: rows[slice(*at)]) for at in places))
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -337,7 +331,6 @@ def write_folder(
 
 
 def _stacked(parts: list[np.ndarray | QArray]) -> np.ndarray | QArray:
-    """One array of those of experts."""
     alike = {
         (each.bits, each.group, each.minimum is None) if isinstance(each, QArray) else None for each in parts
     }

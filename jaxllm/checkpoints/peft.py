@@ -10,6 +10,7 @@ the sum of their ranks.
 """
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,22 @@ class AdapterConfig:
         Raises:
           ConfigError: an expression is malformed, or its match takes too long.
         """
-        adapted = self._adapted(modules)
+        excluded = set(_selected(self.excluded, modules))
+        adapted = [module for module in modules if module not in excluded]
+        if self.targets is not None:
+            adapted = _selected(self.targets, adapted)
+        if self.layers is not None and isinstance(self.targets, tuple):
+            number = r"\.(?P<idx>\d+)\."
+            if self.layer_lists:
+                found = first_matches(self.layer_lists, adapted, before=r"(?:^|.*?\.)", after=number)
+            else:
+                found = match_here([rf".*?\.[^.]*{number}"], adapted)
+            adapted = [
+                module
+                for module, match in zip(adapted, found, strict=True)
+                # The last group is ours.
+                if match is not None and int(match[1][-1] or 0) in self.layers
+            ]
         ranks, alphas = _by_pattern(self.ranks, adapted), _by_pattern(self.alphas, adapted)
         return {
             module: dataclasses.replace(
@@ -126,26 +142,6 @@ class AdapterConfig:
             )
             for module in adapted
         }
-
-    def _adapted(self, modules: Sequence[str]) -> list[str]:
-        excluded = set(_selected(self.excluded, modules))
-        modules = [module for module in modules if module not in excluded]
-        if self.targets is None:
-            return modules
-        modules = _selected(self.targets, modules)
-        if self.layers is None or isinstance(self.targets, str):
-            return modules
-        number = r"\.(?P<idx>\d+)\."
-        if self.layer_lists:
-            found = first_matches(self.layer_lists, modules, before=r"(?:^|.*?\.)", after=number)
-        else:
-            found = match_here([rf".*?\.[^.]*{number}"], modules)
-        return [
-            module
-            for module, match in zip(modules, found, strict=True)
-            # The last group is ours.
-            if match is not None and int(match[1][-1] or 0) in self.layers
-        ]
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
@@ -289,6 +285,7 @@ def write_adapter(
         raise ConfigError(
             f"the adapter changes {some(missing)}, which a {cfg.model_type} model does not have"
         )
+    changed = {key.removeprefix(_BASE)[: -len(".lora_A.weight")] for key in tensors}
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if cfg.encoder is None else "SEQ_2_SEQ_LM",
@@ -301,9 +298,8 @@ def write_adapter(
         # Whether the checkpoint stores maps as `[in, out]` (GPT-2).
         "fan_in_fan_out": any(not each.by_units and each.tensor.transposed for each in _modules(cfg)),
         "inference_mode": True,
-        "target_modules": sorted(
-            {_relative(key.removeprefix(_BASE)[: -len(".lora_A.weight")]) for key in tensors}
-        ),
+        # Names within the layer, which PEFT matches as suffixes.
+        "target_modules": sorted({re.split(r"\.\d+\.", name, maxsplit=1)[-1] for name in changed}),
         "rank_pattern": {name: rank for name, (rank, _) in patterns.items()},
         "alpha_pattern": {name: alpha for name, (_, alpha) in patterns.items()},
     }
@@ -328,7 +324,12 @@ def read_adapter(folder: Path, cfg: ModelConfig) -> tuple[LoraConfig, dict[str, 
     if not lora.scaling:
         # Patterns may have other scalings, which are relative to the config's: 1.
         lora = dataclasses.replace(lora, alpha=lora.rank, rank_stabilized=False)
-    stored = _read_tensors(folder)
+    weights, stored = SafetensorsFolder(folder, WEIGHTS_FILE), {}
+    for name in sorted(weights.names()):
+        dtype, shape = weights.describe(name)
+        if dtype not in FLOATS or len(shape) != 2 or not 1 <= min(shape) <= MAX_RANK:
+            raise CheckpointError(f"{name} of {folder} is no factor of a low-rank change: {list(shape)}")
+        stored[name] = weights.read(name, lambda rows: rows[:])
     parts: dict[str, dict[int | None, tuple[np.ndarray, np.ndarray]]] = {}
     modules = list(_modules(cfg))
     adapted = config.of_modules([module.name for module in modules])
@@ -437,20 +438,3 @@ def _stacked(
         left[expert, ..., : own_left.shape[1]] = own_left
         right[expert, : own_right.shape[0]] = own_right
     return left, right
-
-
-def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    weights, tensors = SafetensorsFolder(folder, WEIGHTS_FILE), {}
-    for name in sorted(weights.names()):
-        dtype, shape = weights.describe(name)
-        if dtype not in FLOATS or len(shape) != 2 or not 1 <= min(shape) <= MAX_RANK:
-            raise CheckpointError(f"{name} of {folder} is no factor of a low-rank change: {list(shape)}")
-        tensors[name] = weights.read(name, lambda rows: rows[:])
-    return tensors
-
-
-def _relative(module: str) -> str:
-    """A module's name within its layer, which PEFT matches as a suffix."""
-    parts = module.split(".")
-    number = next((place for place, part in enumerate(parts) if part.isdecimal()), -1)
-    return ".".join(parts[number + 1 :])

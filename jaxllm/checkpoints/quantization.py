@@ -127,8 +127,14 @@ def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str,
         scale = scale.swapaxes(-1, -2)
         if levels.ndim < 3 or stacked:
             return scale
-        units, rows = levels.shape[:2]
-        return _scales_of_units(scale, units, rows, of.group)
+        # `[groups, D]` of all rows of units as `[units, groups of a unit, D]`.
+        (units, rows), group = levels.shape[:2], of.group
+        if group == 0:
+            return np.broadcast_to(scale[None], (units, *scale.shape))
+        if rows % group and group % rows:
+            return None
+        first = np.arange(units)[:, None] * rows + np.arange(-(-rows // group))[None] * group
+        return scale[first // group]
 
     def of_outputs(scale: np.ndarray) -> np.ndarray:
         # They are rows like those of the levels, of another width.
@@ -142,17 +148,6 @@ def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str,
     if scale is None:
         return None
     return dataclasses.replace(of, levels=levels, scale=scale, minimum=minimum).packed(-2 if inputs else -1)
-
-
-def _scales_of_units(scale: np.ndarray, units: int, rows: int, group: int) -> np.ndarray | None:
-    """Scales `[groups, D]` of all rows of units as `[units, groups of a unit, D]`; None if a group spans
-    two."""
-    if group == 0:
-        return np.broadcast_to(scale[None], (units, *scale.shape))
-    if rows % group and group % rows:
-        return None
-    first = np.arange(units)[:, None] * rows + np.arange(-(-rows // group))[None] * group
-    return scale[first // group]
 
 
 KEY = "quantization_config"
@@ -254,7 +249,7 @@ def _gptq(reader: ConfigReader) -> Quantization:
     version = reader.text("checkpoint_format", "gptq")
     if version not in ("gptq", "gptq_v2"):
         raise ConfigError(f"GPTQ's checkpoint_format {version!r:.80} is not read; take gptq or gptq_v2")
-    bits, group = _bits(reader, "bits", (4, 8)), _group(reader, "group_size")
+    bits, group = _bits(reader, "bits", (4, 8)), _group(max(0, reader.integer("group_size", 128)))
     symmetric = reader.flag("sym", True)
     # Version 1 stores zero points minus 1.
     more = 1 if version == "gptq" else 0
@@ -282,7 +277,7 @@ def _awq(reader: ConfigReader) -> Quantization:
     reader.only(
         "version", (None, "gemm", "GEMM"), "other layouts of AWQ are not read; take a gemm checkpoint"
     )
-    bits, group = _bits(reader, "bits", (4,)), _group(reader, "group_size")
+    bits, group = _bits(reader, "bits", (4,)), _group(max(0, reader.integer("group_size", 128)))
     symmetric = not reader.flag("zero_point", True)
 
     def read(folder: "SafetensorsFolder", stem: str, shape: tuple[int, int]) -> Levels:
@@ -327,7 +322,7 @@ def _compressed_tensors(reader: ConfigReader) -> Quantization:
             f"compressed-tensors of the strategy {strategy!r:.40} in the format {form!r:.40} are not read; "
             "read are group and channel, in pack-quantized and int-quantized"
         )
-    group = _checked_group(group if strategy == "group" else 0)
+    group = _group(group if strategy == "group" else 0)
     packed = form == "pack-quantized"
     name = "weight_packed" if packed else "weight"
 
@@ -425,11 +420,7 @@ def _bits(reader: ConfigReader, key: str, allowed: tuple[int, ...]) -> int:
     return bits
 
 
-def _group(reader: ConfigReader, key: str) -> int:
-    return _checked_group(max(0, reader.integer(key, 128)))
-
-
-def _checked_group(group: int) -> int:
+def _group(group: int) -> int:
     """The number of inputs per scale, 0 for all."""
     if group % GROUP:
         raise ConfigError(

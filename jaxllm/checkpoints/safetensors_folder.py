@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 # The import registers the dtype "bfloat16" with NumPy, on which safetensors relies.
 import ml_dtypes
@@ -61,7 +61,14 @@ class SafetensorsFolder:
         elif (folder / INDEX_FILE).is_file():
             self._file_of = self._read_index()
         else:
-            raise _no_weights(folder, file)
+            pickles = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
+            if not pickles:
+                raise CheckpointError(f"{folder} holds neither {file} nor {INDEX_FILE}; download one")
+            raise CheckpointError(
+                f"{folder} holds weights only as pickles ({some(pickles)}), which can run code and are never "
+                "opened; convert it where you trust it: transformers' from_pretrained(folder) and then "
+                "save_pretrained(new_folder) writes safetensors"
+            )
 
     def names(self) -> set[str]:
         """The stored names."""
@@ -248,7 +255,8 @@ class SafetensorsFolder:
 def write_checkpoint(
     config_path: Path, config: Mapping[str, Any], weights_path: Path, tensors: Tensors
 ) -> None:
-    """Writes a config and its weights, each of the files whole or not at all.
+    """Writes a config and its weights, each of the files whole or not at all, with one tensor in memory at a
+    time, which the library cannot do.
 
     Args:
       config_path: path of the config; its folder is created if missing.
@@ -257,35 +265,24 @@ def write_checkpoint(
       tensors: tensors to write; their values are made one at a time.
     """
     config_path.parent.mkdir(parents=True, exist_ok=True)
-    # The inner file is renamed first; the config, already written, follows at once.
-    with atomic_file(config_path) as config_file, atomic_file(weights_path) as weights_file:
-        config_file.write(json.dumps(config, indent=2).encode() + b"\n")
-        _write_safetensors(weights_file, tensors)
-
-
-def _write_safetensors(file: BinaryIO, tensors: Tensors) -> None:
-    """Writes one safetensors file with one tensor in memory at a time, which the library cannot do.
-
-    The format: the header's length (8 bytes, little-endian), the header (JSON, padded to 8 bytes), data.
-    """
     # transformers requires this metadata.
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, (dtype, shape, _) in tensors.items():
         end = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {
-            "dtype": FLOAT_TYPES[dtype.name],
-            "shape": shape,
-            "data_offsets": (offset, end),
-        }
+        header[name] = {"dtype": FLOAT_TYPES[dtype.name], "shape": shape, "data_offsets": (offset, end)}
         offset = end
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)
-    file.write(len(encoded).to_bytes(8, "little") + encoded)
-    for dtype, shape, make in tensors.values():
-        values = np.ascontiguousarray(make(), dtype)
-        assert values.shape == shape
-        file.write(values.reshape(-1).view(np.uint8).data)
+    # The inner file is renamed first; the config, already written, follows at once.
+    with atomic_file(config_path) as config_file, atomic_file(weights_path) as file:
+        config_file.write(json.dumps(config, indent=2).encode() + b"\n")
+        # The header's length (8 bytes, little-endian), the header (JSON, padded to 8 bytes), data.
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for dtype, shape, make in tensors.values():
+            values = np.ascontiguousarray(make(), dtype)
+            assert values.shape == shape
+            file.write(values.reshape(-1).view(np.uint8).data)
 
 
 def check_parameters(shapes: Mapping[str, tuple[int, ...]], params: Mapping[str, Any]) -> None:
@@ -314,14 +311,3 @@ def some(names: Collection[str]) -> str:
     """The first few of `names`, sorted, and the number of the others, for messages."""
     shown = ", ".join(sorted(names)[:_NAMED])
     return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"
-
-
-def _no_weights(folder: Path, file: str) -> CheckpointError:
-    pickles = [path.name for pattern in _PICKLES for path in folder.glob(pattern)]
-    if not pickles:
-        return CheckpointError(f"{folder} holds neither {file} nor {INDEX_FILE}; download one")
-    return CheckpointError(
-        f"{folder} holds weights only as pickles ({some(pickles)}), which can run code and are never "
-        "opened; convert it where you trust it: transformers' from_pretrained(folder) and then "
-        "save_pretrained(new_folder) writes safetensors"
-    )

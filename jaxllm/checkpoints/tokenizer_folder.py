@@ -48,8 +48,17 @@ def read_tokenizer(folder: Path, model: Mapping[str, Any] | None = None) -> Toke
         raise CheckpointError(f"{folder}: {error}") from error
 
     config = _read_json(folder / "tokenizer_config.json")
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        special |= _special_tokens(folder / name)
+    for data in (_read_json(folder / "special_tokens_map.json"), config):
+        for name in _SPECIAL_NAMES:
+            # Plain text, or an object with a `content`.
+            token = data.get(name)
+            if isinstance(token, dict):
+                token = token.get("content")
+            if token is None:
+                continue
+            if not isinstance(token, str):
+                raise CheckpointError(f"{folder}: {name} must be text or have a content, got {token!r:.80}")
+            special[name] = token
     model = _read_json(folder / "config.json") if model is None else model
     models = [_read_json(folder / "generation_config.json"), model]
 
@@ -157,22 +166,6 @@ def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     return named["default"]
 
 
-def _special_tokens(path: Path) -> dict[str, str]:
-    """The special tokens named in a JSON file: plain text, or objects with a `content`."""
-    data = _read_json(path)
-    found = {}
-    for name in _SPECIAL_NAMES:
-        token = data.get(name)
-        if isinstance(token, dict):
-            token = token.get("content")
-        if token is None:
-            continue
-        if not isinstance(token, str):
-            raise CheckpointError(f"{path}: {name} must be text or have a content, got {token!r:.80}")
-        found[name] = token
-    return found
-
-
 def _ids(folder: Path, model: Mapping[str, Any], key: str) -> Iterator[int]:
     """The token ids at `key` of a config, which may be absent, one id or a list."""
     value = model.get(key)
@@ -238,15 +231,12 @@ def _source_facts(
         # The first of them, because transformers prefers generation_config.json to config.json.
         found += ids[:1] or (list(bos_ids[:1]) if key == "decoder_start_token_id" else [])
     prefix = next((each["prefix"] for each in models if isinstance(each.get("prefix"), str)), "")
-    return {"start_ids": tuple(found), "source_prefix": prefix, "tasks": _tasks(models)}
-
-
-def _tasks(models: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """The prefixes of the tasks in a config, such as T5's; malformed entries are skipped."""
+    # The prefixes of the tasks in a config, such as T5's; malformed entries are skipped.
     tasks = next((each["task_specific_params"] for each in models if "task_specific_params" in each), None)
     named = tasks.items() if isinstance(tasks, dict) else ()
     prefixes = ((name, each.get("prefix")) for name, each in named if isinstance(each, dict))
-    return {name: each for name, each in prefixes if name.strip() and isinstance(each, str) and each.strip()}
+    kept = {name: each for name, each in prefixes if name.strip() and isinstance(each, str) and each.strip()}
+    return {"start_ids": tuple(found), "source_prefix": prefix, "tasks": kept}
 
 
 def _named_id(tokenizer: AnyTokenizer, token: str | None) -> list[int]:
@@ -262,7 +252,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _read_text(path: Path) -> str | None:
-    """The text of a file; None if there is no such file."""
     try:
         data = read_bytes(path, MAX_FILE_BYTES)
     except FileNotFoundError:

@@ -198,7 +198,7 @@ def normed_to_units(
     def fused(x, norm, weights, step, rows, how) -> tuple[list[jax.Array], jax.Array]:
         how = {"norm_scale": norm.scale, "norm_eps": norm.eps, **how}
         flat = x.reshape(-1, x.shape[-1])
-        *products, count = native_products.to_units_with_shadow(
+        *products, count = native_products.to_units(
             flat, weights, step=step, shadow=(rows.place, *rows.rows), **how
         )
         shapes = [(*x.shape[:-1], *weight.shape[:-1]) for weight in weights]

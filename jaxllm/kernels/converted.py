@@ -103,19 +103,18 @@ def _rows(weight: Weight, start: jax.Array, count: int) -> Weight:
     data = part_rows(weight.data, start, count)
     if weight.axis == -2 and weight.group == 0:
         return dataclasses.replace(weight, data=data, scale=taken(weight.scale))
-    # Scales and minima alike.
-    each = part_rows if weight.axis == -1 else functools.partial(_of_rows, weight.group)
-    scale = each(weight.scale, start, count)
-    minimum = None if weight.minimum is None else each(weight.minimum, start, count)
+
+    def of_groups(groups: Part) -> Any:
+        """Rows of scales or minima; each row's own of its group, since a block may begin within one."""
+        if weight.axis == -1:
+            return part_rows(groups, start, count)
+        rows = (start + jnp.arange(count, dtype=jnp.int32)) // weight.group
+        whole = groups.array if isinstance(groups, StackedArray) else groups
+        return jnp.take(whole, rows, axis=0, mode="clip")
+
+    minimum = None if weight.minimum is None else of_groups(weight.minimum)
     group = weight.group if weight.axis == -1 else 1
-    return dataclasses.replace(weight, data=data, scale=scale, minimum=minimum, group=group)
-
-
-def _of_rows(group: int, groups: Part, start: jax.Array, count: int) -> jax.Array:
-    """Returns each row's entry of its group, since a block may begin within a group: `[count, C]`."""
-    rows = (start + jnp.arange(count, dtype=jnp.int32)) // group
-    whole = groups.array if isinstance(groups, StackedArray) else groups
-    return jnp.take(whole, rows, axis=0, mode="clip")
+    return dataclasses.replace(weight, data=data, scale=of_groups(weight.scale), minimum=minimum, group=group)
 
 
 def natively(by_kernel: Callable[..., Out], by_xla: Callable[..., Out], x: jax.Array, *operands: Any) -> Out:

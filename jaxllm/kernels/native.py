@@ -120,7 +120,11 @@ def process_kernels() -> Kernels:
         library.use_backend(choice)
     except ValueError as error:
         raise ConfigError(f"{CHOICE_VARIABLE}: {error}; kernels here: {', '.join(choices)}") from error
-    library.set_threads(_threads_wanted())
+    asked, affinity = os.environ.get(THREADS_VARIABLE), getattr(os, "sched_getaffinity", None)
+    count = min(_MOST_THREADS, len(affinity(0)) if affinity else (os.cpu_count() or 1))
+    if asked is not None:
+        count = _check_threads(THREADS_VARIABLE, int(asked) if asked.isdecimal() else asked)
+    library.set_threads(count)
     reason = (
         f"{CHOICE_VARIABLE}={choice}" if choice else "the fastest of those built that this processor runs"
     )
@@ -159,14 +163,6 @@ def target(name: str) -> str:
     if not kernels().native:
         raise ConfigError(f"there are no native kernels in this process ({kernels().reason})")
     return f"jaxllm_{name}"
-
-
-def _threads_wanted() -> int:
-    asked = os.environ.get(THREADS_VARIABLE)
-    if asked is not None:
-        return _check_threads(THREADS_VARIABLE, int(asked) if asked.isdecimal() else asked)
-    affinity = getattr(os, "sched_getaffinity", None)
-    return min(_MOST_THREADS, len(affinity(0)) if affinity else (os.cpu_count() or 1))
 
 
 def _check_threads(name: str, count: Any) -> int:

@@ -181,7 +181,6 @@ def no_parts() -> tuple[Operand, ...]:
 
 
 def _stored(weight: Adaptable) -> BlockedArray:
-    """A weight without its adapter."""
     stored = weight if isinstance(weight, BlockedArray) else weight.base
     assert isinstance(stored, BlockedArray)
     return stored

@@ -44,19 +44,7 @@ from jaxllm.quant import PANEL, BlockedArray, QArray, Weight
 from jaxllm.quant.nested import NESTED_GROUP
 
 
-def to_units(x: jax.Array, weights: Sequence[Adaptable], **options: Any) -> list[jax.Array]:
-    """Products of `x` `[M, D]` float32, after an RMS norm if given, with weights `[*U, D]` of one format,
-    contracted along their last axis: `[M, prod(U)]` float32 each.
-
-    Args:
-      x, weights: see above.
-      options: `norm_scale` and `norm_eps` of the norm; `used`, `rowwise`, `step` and `live` of
-        `jaxllm.nn.linear`: outputs of unused units, and of rows after the first `live`, are undefined.
-    """
-    return to_units_with_shadow(x, weights, **options)
-
-
-def to_units_with_shadow(
+def to_units(
     x: jax.Array,
     weights: Sequence[Adaptable],
     *,
@@ -68,8 +56,13 @@ def to_units_with_shadow(
     live: jax.Array | None = None,
     shadow: Sequence[Operand] = (),
 ) -> list[jax.Array]:
-    """`to_units` with a step and a shadow (a place, and rows for each weight), and last the number of
-    channels with outliers, `[1]` int32."""
+    """Products of `x` `[M, D]` float32, after an RMS norm if given, with weights `[*U, D]` of one format,
+    contracted along their last axis: `[M, prod(U)]` float32 each; with a step and a shadow (a place, and rows
+    for each weight) last the number of channels with outliers, `[1]` int32.
+
+    For `used`, `rowwise`, `step` and `live` see `jaxllm.nn.linear`: outputs of unused units, and of rows
+    after the first `live`, are undefined.
+    """
     outputs = [int(np.prod(weight.shape[:-1])) for weight in weights]
     results = [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs]
     return list(

@@ -126,9 +126,23 @@ def states_bytes(cfg: ModelConfig) -> int:
 # They are projected once per prompt from the encoder's outputs, and do not change while the cache grows.
 
 
+class _Mask:
+    length: jax.Array
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Maximum number of tokens (R)."""
+        return jax.tree.leaves(self)[0].shape[-2]
+
+    @property
+    def mask(self) -> jax.Array:
+        """`[1, R]` bool, True for the source's tokens."""
+        return jnp.arange(self.capacity_tokens, dtype=jnp.int32)[None, :] < self.length
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SourceKV:
+class SourceKV(_Mask):
     """Keys and values of a source in all layers of the decoder.
 
     Attributes:
@@ -141,16 +155,6 @@ class SourceKV:
     values: jax.Array
     length: jax.Array
     layer: jax.Array | np.integer | None = None
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Maximum number of tokens (R)."""
-        return self.keys.shape[-2]
-
-    @property
-    def mask(self) -> jax.Array:
-        """`[1, R]` bool, True for the source's tokens."""
-        return jnp.arange(self.capacity_tokens, dtype=jnp.int32)[None, :] < self.length
 
     def in_layer(self, layer: jax.Array | int | None) -> "SourceKV":
         """The view of one attending layer; None for all layers."""
@@ -184,7 +188,7 @@ class SourceKV:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class SourceLayers:
+class SourceLayers(_Mask):
     """A `SourceKV` whose layers are separate arrays, as in exported programs.
 
     Attributes:
@@ -197,16 +201,6 @@ class SourceLayers:
     values: tuple[jax.Array, ...]
     length: jax.Array
     layer: int | None = dataclasses.field(default=None, metadata={"static": True})
-
-    @property
-    def capacity_tokens(self) -> int:
-        """See `SourceKV`."""
-        return self.keys[0].shape[-2]
-
-    @property
-    def mask(self) -> jax.Array:
-        """See `SourceKV`."""
-        return jnp.arange(self.capacity_tokens, dtype=jnp.int32)[None, :] < self.length
 
     def in_layer(self, layer: Any) -> "SourceLayers":
         """See `SourceKV`."""

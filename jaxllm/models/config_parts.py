@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from jaxllm.config import Activation, ModelConfig, RopeConfig
 from jaxllm.errors import ConfigError
-from jaxllm.layer_configs import StateConfig
+from jaxllm.layer_configs import StateConfig, StateKind
 from jaxllm.models.config_reader import ConfigReader
 
 Fields = dict[str, Any]
@@ -213,55 +213,62 @@ def every_other(reader: ConfigReader, fields: Fields) -> list[bool]:
 
 
 def windows(
-    default: int | None, slides: Callable[[ConfigReader, Fields], Sequence[bool]], *, switch: bool = False
+    default: int | None = None,
+    slides: Callable[[ConfigReader, Fields], Sequence[bool]] | None = None,
+    *,
+    switch: bool = False,
 ) -> Part:
-    """Windows of some layers.
+    """Windows of some layers, or one for all layers or none.
 
     Args:
       default: default length in tokens.
-      slides: the architecture's usual pattern (see `read_windows`), from the config and earlier fields.
+      slides: the architecture's usual pattern (see `read_windows`), from the config and earlier fields; None
+        for one window, without `layer_types`.
       switch: whether windows are only used if `use_sliding_window` is true.
     """
 
     def read(reader: ConfigReader, fields: Fields) -> Fields:
-        window, usual = reader.optional_integer("sliding_window", default), slides(reader, fields)
+        window = reader.optional_integer("sliding_window", default)
+        usual = () if slides is None else slides(reader, fields)
         if switch and (not reader.flag("use_sliding_window", False) or window is None):
             window, usual = None, [False] * len(usual)
+        if slides is None:
+            return {"attention_windows": (window or 0,) * fields["layers"]}
         return {"attention_windows": read_windows(reader, window, usual)}
 
     def write(cfg: ModelConfig) -> dict[str, Any]:
         switched = {"use_sliding_window": any(cfg.attention_windows)} if switch else {}
-        return {**switched, **write_windows(cfg)}
+        written = {**switched, **write_windows(cfg)}
+        return written if slides else {key: each for key, each in written.items() if key != "layer_types"}
 
     return Part(read, write)
 
 
-def one_window(default: int | None = None, *, switch: bool = False) -> Part:
-    """One window for all layers or none; with a `switch` it is only used if `use_sliding_window` is true."""
+def state_layers(
+    kind: StateKind,
+    name: str,
+    usual: Callable[[ConfigReader, Fields], Sequence[bool]],
+    **named: tuple[str, int | bool],
+) -> Part:
+    """Layers with states of this kind, which `layer_types` calls `name`, or the `usual` ones; `named` has the
+    key and the default of each size in `StateConfig`."""
 
     def read(reader: ConfigReader, fields: Fields) -> Fields:
-        window = reader.optional_integer("sliding_window", default)
-        if switch and not reader.flag("use_sliding_window", False):
-            window = None
-        return {"attention_windows": (window or 0,) * fields["layers"]}
+        types = [name if each else FULL for each in usual(reader, fields)]
+        sizes: Fields = {
+            field: reader.flag(key, default) if isinstance(default, bool) else reader.integer(key, default)
+            for field, (key, default) in named.items()
+        }
+        types = read_layer_types(reader, types, (name, FULL), "this model_type has")
+        marked = tuple(each == name for each in types)
+        return {"states": StateConfig(kind=kind, **sizes), "state_layers": marked} if any(marked) else {}
 
     def write(cfg: ModelConfig) -> dict[str, Any]:
-        window = cfg.attention_windows[0]
-        return {"sliding_window": window or None, **({"use_sliding_window": window > 0} if switch else {})}
+        written = {key: getattr(cfg.states, field) for field, (key, _) in named.items() if cfg.states}
+        types = [name if each else FULL for each in cfg.state_layers or (False,) * cfg.layers]
+        return {**written, "layer_types": types}
 
     return Part(read, write)
-
-
-def read_state_layers(reader: ConfigReader, state: str, usual: Sequence[str], states: StateConfig) -> Fields:
-    """`states` and `state_layers` from `layer_types` with the type `state`, or from `usual` types."""
-    types = read_layer_types(reader, usual, (state, FULL), "this model_type has")
-    marked = tuple(each == state for each in types)
-    return {"states": states, "state_layers": marked} if any(marked) else {}
-
-
-def write_state_layers(cfg: ModelConfig, state: str) -> dict[str, Any]:
-    """`layer_types` with the type `state`."""
-    return {"layer_types": [state if each else FULL for each in cfg.state_layers or (False,) * cfg.layers]}
 
 
 def experts(key: str, default: int) -> Part:
@@ -296,12 +303,13 @@ def _read_sparse_layers(reader: ConfigReader, fields: Fields) -> Fields:
     return {"sparse_layers": tuple(marked)}
 
 
-def _write_sparse_layers(cfg: ModelConfig) -> dict[str, Any]:
-    dense = [layer for layer in range(cfg.layers) if not cfg.is_sparse(layer)]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-
-SPARSE_LAYERS = Part(_read_sparse_layers, _write_sparse_layers)
+SPARSE_LAYERS = Part(
+    _read_sparse_layers,
+    lambda cfg: {
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in range(cfg.layers) if not cfg.is_sparse(layer)],
+    },
+)
 
 
 # Rotary embeddings.
@@ -311,11 +319,12 @@ SPARSE_LAYERS = Part(_read_sparse_layers, _write_sparse_layers)
 # written because every version of transformers reads it.
 
 
-def rope(theta: float = 10000.0, *, usual: Mapping[str, Any] | None = None) -> Part:
-    """One rotary embedding over whole heads; `usual` is the scaling of a config without any."""
+def rope(theta: float = 10000.0, *, usual: Mapping[str, Any] | None = None, growth: bool = False) -> Part:
+    """One rotary embedding over whole heads; `usual` is the scaling of a config without any, and with
+    `growth` queries may grow with the position."""
 
     def read(reader: ConfigReader, fields: Fields) -> Fields:
-        found = read_rope(reader, fields, theta=theta, usual=usual)
+        found = read_rope(reader, fields, theta=theta, usual=usual, growth=growth)
         refuse_partial(found, fields["head_dim"])
         return {"rope": found}
 
@@ -380,19 +389,29 @@ def read_rope(
     return dataclasses.replace(found, query_growth=beta, original_window_tokens=original or named or 0)
 
 
-def read_ropes_by_layer(reader: ConfigReader, fields: Fields, full: float, sliding: float) -> Fields:
-    """The rotary embeddings of full and of sliding layers, all over whole heads; `full` and `sliding` are
-    their default bases."""
-    nested, scaling = _rope_sections(reader)
-    # In the older spelling the scaling only applies to full layers.
-    sections = (
-        (nested.section(FULL) if nested else scaling, full),
-        (nested.section(SLIDING) if nested else None, sliding),
-    )
-    ropes = [read_rope_section(each or ConfigReader({}), fields, theta=base) for each, base in sections]
-    for each in ropes:
-        refuse_partial(each, fields["head_dim"])
-    return {"rope": ropes[0], "local_rope": ropes[1]}
+def ropes_by_layer(full: float, key: str = "", sliding: float = 0.0) -> Part:
+    """The rotary embeddings of full and of sliding layers, over whole heads, with these default bases; that
+    of sliding layers has the `key`, or is the one of full layers."""
+
+    def read(reader: ConfigReader, fields: Fields) -> Fields:
+        base, (nested, scaling) = reader.number("rope_theta", full), _rope_sections(reader)
+        # In the older spelling the scaling only applies to full layers.
+        sections = (
+            (nested.section(FULL) if nested else scaling, base),
+            (nested.section(SLIDING) if nested else None, reader.number(key, sliding) if key else base),
+        )
+        ropes = [read_rope_section(each or ConfigReader({}), fields, theta=base) for each, base in sections]
+        for each in ropes:
+            refuse_partial(each, fields["head_dim"])
+        return {"rope": ropes[0], "local_rope": ropes[1]}
+
+    def write(cfg: ModelConfig) -> dict[str, Any]:
+        if key:
+            return write_rope(cfg.rope) | ({} if cfg.local_rope is None else {key: cfg.local_rope.theta})
+        ropes = {FULL: cfg.rope, SLIDING: cfg.local_rope}
+        return {"rope_parameters": {kind: rope_parameters(each) for kind, each in ropes.items() if each}}
+
+    return Part(read, write)
 
 
 def _rope_sections(reader: ConfigReader) -> tuple[ConfigReader | None, ConfigReader | None]:

@@ -21,7 +21,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.states import Source
-from jaxllm.models.features import require_decoder_alone, require_room, require_tokens_alone
+from jaxllm.models.features import require_decoder_alone, require_room
 from jaxllm.models.layer import (
     ALL_ROWS,
     InputRows,
@@ -109,7 +109,11 @@ def forward_at(
     """
     if inputs is not None:
         require_decoder_alone(cfg, "rows in place of tokens")
-        require_tokens_alone(cfg)
+        if cfg.mixed is not None and cfg.mixed.layer_input_size:
+            raise ConfigError(
+                f"rows in place of tokens are not for models whose layers have inputs of each token, as "
+                f"{cfg.model_type} has; give tokens"
+            )
     rows = Rows.at(at)
     live = rows.valid if tokens.shape[0] == 1 else None
     x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live, inputs=inputs)
@@ -128,13 +132,13 @@ def forward_at(
         if shared is None:
             x, past, mass = forward_layer(weights, x, at, cache.past(like, number), cache.mass, **how)
         else:
-            from jaxllm.models.mixed_layers import MixedLayer, run_mixed_layer
-
-            of = MixedLayer(cfg, like, number, rows)
             attend = functools.partial(
                 attend_cache, at=at, past=cache.past(like, number), mass=cache.mass, **how
             )
-            x, shared, (past, mass) = run_mixed_layer(weights, x, shared, of, attend)
+            from jaxllm.models.mixed_layers import run_mixed_layer
+
+            of: Any = {"cfg": cfg, "like": like, "number": number, "rows": rows}
+            x, shared, (past, mass) = run_mixed_layer(weights, x, shared, attend, **of)
         return x, dataclasses.replace(cache.with_past(like, past), mass=mass), shared
 
     x, cache, _ = over_layers(params, cfg, layer, (x, cache, shared))
@@ -171,15 +175,11 @@ def embed_tokens(
     if cfg.learned_positions:
         x = x + embed(positions, params["embed.positions"], dtype)
     if cfg.sinusoidal_positions:
-        x = x + _sinusoids(positions, cfg.hidden_size).astype(dtype)
+        # Sines in the first half of the dimensions, cosines in the other (Marian).
+        exponents = np.arange(0, cfg.hidden_size, 2, dtype=np.float64) / cfg.hidden_size
+        angles = positions.astype(jnp.float32)[:, None] * (10000.0**-exponents).astype(np.float32)
+        x = x + jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1).astype(dtype)
     return normalize(x, LayerParams(params, "").norm("embed.norm", cfg)) if cfg.embed_norm else x
-
-
-def _sinusoids(positions: jax.Array, width: int) -> jax.Array:
-    """`[T, D]` float32: sines in the first half of the dimensions, cosines in the other (Marian)."""
-    frequencies = 10000.0 ** -(np.arange(0, width, 2, dtype=np.float64) / width)
-    angles = positions.astype(jnp.float32)[:, None] * frequencies.astype(np.float32)
-    return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
 
 
 def forward_layer(
@@ -352,10 +352,10 @@ def _begin_documents(
             window=cfg.attention_windows[like],
         )
         if shared is not None:
-            from jaxllm.models.mixed_layers import MixedLayer, run_mixed_layer
+            from jaxllm.models.mixed_layers import run_mixed_layer
 
-            of = MixedLayer(cfg, like, number, ALL_ROWS)
-            return run_mixed_layer(weights, x, shared, of, attend)[:2], None
+            of: Any = {"cfg": cfg, "like": like, "number": number, "rows": ALL_ROWS}
+            return run_mixed_layer(weights, x, shared, attend, **of)[:2], None
         if cfg.is_state(like):
             from jaxllm.models.state_layer import document_state_layer
 

@@ -77,13 +77,59 @@ def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
         if applies and room in refusals:
             model = f"models with {kind}, as {cfg.model_type} is"
             return f"{room}: not for {model}, {refusals[room]}; {_ALTERNATIVES[room]}"
-    asks = {
-        "levels": _levels,
-        "integer prefill": _integer_prefill,
-        "experts apart": _experts_apart,
-        "tflite": _tflite,
-    }
-    return asks[room](cfg) if room in asks else None
+    name, encoder = cfg.model_type, cfg.encoder
+    no_prefill = f"({name}) is not implemented; prefill in floats"
+    further: tuple[tuple[Room, object, str], ...] = (
+        (
+            "levels", cfg.expert_bias or cfg.sink_logits,
+            f"sub-models of experts with biases and of heads with sink logits ({name}) are not implemented; "
+            "take the whole model",
+        ),
+        (
+            "levels", encoder and (cfg.experts or encoder.experts),
+            f"levels of an encoder-decoder with experts: not yet, and {name} is one; take the whole model",
+        ),
+        (
+            "levels", cfg.joint_qk_norm,
+            f"one norm goes over the queries or keys of all heads ({name}): such a model has no sub-models "
+            "with fewer kv heads",
+        ),
+        (
+            "integer prefill", cfg.experts,
+            "a mixture of experts has no integer prefill: which products a token needs depends on the token",
+        ),
+        (
+            "integer prefill", not cfg.pre_norms,
+            f"integer prefill of blocks that read their input without a norm {no_prefill}",
+        ),
+        (
+            "integer prefill", cfg.parallel_blocks,
+            f"integer prefill of attention and feed-forward blocks side by side {no_prefill}",
+        ),
+        ("integer prefill", cfg.head_bias, f"integer prefill of a bias of the head {no_prefill}"),
+        (
+            "experts apart", not cfg.experts,
+            "the model is no mixture of experts: there are none to store apart",
+        ),
+        (
+            "experts apart", encoder and encoder.experts != cfg.experts,
+            "experts of an encoder-decoder are stored apart where both sides have as many of them",
+        ),
+        (
+            "experts apart", cfg.post_norms,
+            "experts of a model with norms behind its blocks cannot be stored apart",
+        ),
+        (
+            "experts apart", cfg.shared_expert_size,
+            "experts beside one that all tokens visit cannot be stored apart",
+        ),
+        (
+            "tflite", cfg.experts or (encoder and encoder.experts),
+            "a tflite model has no mixture of experts (its tokens would have to be sorted by expert); export "
+            "it as stablehlo",
+        ),
+    )  # fmt: skip
+    return next((why for where, applies, why in further if where == room and applies), None)
 
 
 def require_room(cfg: ModelConfig, room: Room) -> None:
@@ -105,71 +151,3 @@ def require_decoder_alone(cfg: ModelConfig, what: str, instead: str = "take a de
     """
     if cfg.encoder is not None:
         raise ConfigError(_decoder_alone_refusal(cfg, what, instead))
-
-
-def _levels(cfg: ModelConfig) -> str | None:
-    if cfg.expert_bias or cfg.sink_logits:
-        return (
-            f"sub-models of experts with biases and of heads with sink logits ({cfg.model_type}) are not "
-            "implemented; take the whole model"
-        )
-    if cfg.encoder is not None and (cfg.experts or cfg.encoder.experts):
-        return (
-            f"levels of an encoder-decoder with experts: not yet, and {cfg.model_type} is one; take the "
-            "whole model"
-        )
-    if not cfg.joint_qk_norm:
-        return None
-    return (
-        f"one norm goes over the queries or keys of all heads ({cfg.model_type}): such a model has no "
-        "sub-models with fewer kv heads"
-    )
-
-
-def _integer_prefill(cfg: ModelConfig) -> str | None:
-    if cfg.experts:
-        return (
-            "a mixture of experts has no integer prefill: which products a token needs depends on the token"
-        )
-    for lacking, feature in (
-        (not cfg.pre_norms, "blocks that read their input without a norm"),
-        (cfg.parallel_blocks, "attention and feed-forward blocks side by side"),
-        (cfg.head_bias, "a bias of the head"),
-    ):
-        if lacking:
-            return f"integer prefill of {feature} ({cfg.model_type}) is not implemented; prefill in floats"
-    return None
-
-
-def _experts_apart(cfg: ModelConfig) -> str | None:
-    if not cfg.experts:
-        return "the model is no mixture of experts: there are none to store apart"
-    if cfg.encoder is not None and cfg.encoder.experts != cfg.experts:
-        return "experts of an encoder-decoder are stored apart where both sides have as many of them"
-    if cfg.post_norms:
-        return "experts of a model with norms behind its blocks cannot be stored apart"
-    if cfg.shared_expert_size:
-        return "experts beside one that all tokens visit cannot be stored apart"
-    return None
-
-
-def _tflite(cfg: ModelConfig) -> str | None:
-    if not cfg.experts and not (cfg.encoder and cfg.encoder.experts):
-        return None
-    return (
-        "a tflite model has no mixture of experts (its tokens would have to be sorted by expert); export it "
-        "as stablehlo"
-    )
-
-
-def require_tokens_alone(cfg: ModelConfig) -> None:
-    """Refuses prompt embeddings if layers read the tokens themselves.
-
-    Raises:
-      ConfigError: layers read the tokens.
-    """
-    if cfg.mixed is not None and cfg.mixed.layer_input_size:
-        raise ConfigError(
-            f"rows in place of tokens are not for models whose layers have inputs of each token, as "
-            f"{cfg.model_type} has; give tokens"
-        )

@@ -207,7 +207,14 @@ class StackedLayer:
     def params(self) -> LayerParams:
         """The parameters, for a step."""
         row = jnp.asarray(self.row)
-        return LayerParams({name: _entry(name, each, row) for name, each in self.weights.items()}, "")
+
+        def entry(name: str, weight: Weight) -> Any:
+            found = sliced(jax.tree.map(lambda stack: StackedArray(stack, row), weight))
+            # Floats are multiplied unchanged; a mixture uses one expert at a time.
+            by_expert = name.startswith("experts.")
+            return taken(found) if isinstance(found, StackedArray) and not by_expert else found
+
+        return LayerParams({name: entry(name, each) for name, each in self.weights.items()}, "")
 
 
 @jax.tree_util.register_dataclass
@@ -228,17 +235,15 @@ class StackedLayers:
     def at(self, layer: int, number: jax.Array | np.integer | None = None) -> StackedLayer:
         """The parameters of a layer; or of layer `number`, int32 scalar, which equals it."""
         stack, row = self.places[layer]
-        return StackedLayer(self.stacks[stack], np.int32(row) if number is None else self._row(stack, number))
-
-    def _row(self, stack: int, number: jax.Array | np.integer) -> jax.Array | np.integer:
-        """The row of a layer that is known to be in `stack`."""
-        if isinstance(number, np.integer):
-            return np.int32(self.places[number][1])
+        if number is None or isinstance(number, np.integer):
+            at = np.int32(row if number is None else self.places[number][1])
+            return StackedLayer(self.stacks[stack], at)
         shifts = {row - layer for layer, (own, row) in enumerate(self.places) if own == stack}
         if len(shifts) == 1:
-            return number + np.int32(shifts.pop())
+            return StackedLayer(self.stacks[stack], number + np.int32(shifts.pop()))
         rows = jnp.asarray([row for _, row in self.places], jnp.int32)
-        return jax.lax.dynamic_index_in_dim(rows, number, axis=0, keepdims=False)
+        at = jax.lax.dynamic_index_in_dim(rows, number, axis=0, keepdims=False)
+        return StackedLayer(self.stacks[stack], at)
 
 
 def by_address(
@@ -272,7 +277,12 @@ def by_stacking(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     for form in dict.fromkeys(forms):
         numbers = [number for number, each in enumerate(forms) if each == form]
         own = [dict(layers[number]) for number in numbers]
-        rows, count = _rows(own)
+        # Their rows in the stacks of their entries, if they have any.
+        columns = zip(*(jax.tree.leaves(each) for each in own), strict=True)
+        entries = (each for each in columns if all(isinstance(part, StackEntry) for part in each))
+        column = next(entries, None)
+        rows = range(len(own)) if column is None else [each.index for each in column]
+        count = len(own) if column is None else len(column[0].stack)
         stacks.append(jax.tree.map(functools.partial(_stack, rows, count), *own))
         places |= {number: (len(stacks) - 1, row) for number, row in zip(numbers, rows, strict=True)}
     alike = first_alike(zip(kinds_of(cfg), forms, strict=True))
@@ -305,8 +315,14 @@ def can_be_addressed(params: Params, cfg: ModelConfig) -> bool:
             )
         return isinstance(weight.base if isinstance(weight, Adapted) else weight, BlockedArray)
 
+    def agree(layer: Mapping[str, Any]) -> bool:
+        """Whether each expert's matrices have one format."""
+        stacks = [each.matrices for each in layer.values() if isinstance(each, Apart)]
+        formats = [{(each.bits, each.group) for each in of} for of in zip(*stacks, strict=True)]
+        return all(len(each) == 1 for each in formats)
+
     layers = layers_of(params, cfg)
-    return all(all(readable(*each) for each in layer.items()) and _experts_agree(layer) for layer in layers)
+    return all(all(readable(*each) for each in layer.items()) and agree(layer) for layer in layers)
 
 
 def layers_of(params: Params, cfg: ModelConfig) -> list[dict[str, Weight]]:
@@ -406,15 +422,7 @@ def kinds_of(cfg: ModelConfig) -> list[Any]:
 
 
 def _outside(params: Params) -> dict[str, Weight]:
-    """The parameters outside of layers."""
     return {name: each for name, each in params.items() if not name.startswith("layers.")}
-
-
-def _experts_agree(params: Mapping[str, Weight]) -> bool:
-    """Whether each expert's matrices have one format."""
-    stacks = [each.matrices for each in params.values() if isinstance(each, Apart)]
-    formats = [{(each.bits, each.group) for each in of} for of in zip(*stacks, strict=True)]  # pyright: ignore
-    return all(len(each) == 1 for each in formats)
 
 
 # Stands for a factor of an adapter.
@@ -432,21 +440,6 @@ def _form_of(params: Mapping[str, Weight]) -> Any:
     leaves, structure = jax.tree.flatten(dict(params))
     stacks = tuple(id(each.stack) for each in leaves if isinstance(each, StackEntry))
     return structure, stacks, tuple((tuple(np.shape(each)), np.dtype(each.dtype).name) for each in leaves)
-
-
-def _entry(name: str, weight: Weight, row: jax.Array) -> Any:
-    found = sliced(jax.tree.map(lambda stack: StackedArray(stack, row), weight))
-    # Floats are multiplied unchanged; a mixture uses one expert at a time.
-    by_expert = name.startswith("experts.")
-    return taken(found) if isinstance(found, StackedArray) and not by_expert else found
-
-
-def _rows(layers: Sequence[Mapping[str, Weight]]) -> tuple[list[int], int]:
-    """The rows of some layers in the stacks of their entries, and the number of rows of these."""
-    for column in zip(*(jax.tree.leaves(dict(each)) for each in layers), strict=True):
-        if all(isinstance(each, StackEntry) for each in column):
-            return [each.index for each in column], len(column[0].stack)
-    return list(range(len(layers))), len(layers)
 
 
 def _stack(rows: Sequence[int], count: int, *column: Any) -> jax.Array:

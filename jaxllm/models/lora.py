@@ -135,25 +135,22 @@ def adapt(params: Params, adapter: Adapter, scaling: float) -> dict[str, Weight]
                 f"the adapter's change to {name} is {list(left.shape)} times {list(right.shape)}, the weight "
                 f"is {list(base.shape)}; it belongs to another model"
             )
-        if right.shape[-2]:
-            adapted[name] = _beside(base, left * np.asarray(scaling, left.dtype), right)
+        if not right.shape[-2]:
+            continue
+        left, ranks = left * np.asarray(scaling, left.dtype), right.ndim - 2
+        if isinstance(left, np.ndarray):
+            # Transposed on the host: on the device it would compile a program, which costs time and memory.
+            left = jax.device_put(np.ascontiguousarray(np.moveaxis(left, -1, ranks)))
+        else:
+            left = jnp.moveaxis(left, -1, ranks)
+        right = jax.device_put(right) if isinstance(right, np.ndarray) else right
+        if isinstance(base, Adapted):
+            # Two adapters are one adapter of the sum of their ranks.
+            both = (jnp.concatenate(pair, axis=ranks) for pair in ((base.left, left), (base.right, right)))
+            adapted[name] = Adapted(base.base, *both)
+        else:
+            adapted[name] = Adapted(base, left, right)
     return adapted
-
-
-def _beside(base: Weight, left: jax.Array | np.ndarray, right: jax.Array | np.ndarray) -> Adapted:
-    """A weight with a change `left` `[*U, r]` times `right` `[r, D]`, in addition to any existing adapter."""
-    ranks = right.ndim - 2
-    if isinstance(left, np.ndarray):
-        # Transposed on the host: on the device it would compile a program, which costs time and memory.
-        turned = jax.device_put(np.ascontiguousarray(np.moveaxis(left, -1, ranks)))
-    else:
-        turned = jnp.moveaxis(left, -1, ranks)
-    other = jax.device_put(right) if isinstance(right, np.ndarray) else right
-    if not isinstance(base, Adapted):
-        return Adapted(base, turned, other)
-    # Two adapters are one adapter of the sum of their ranks.
-    both = (jnp.concatenate(pair, axis=ranks) for pair in ((base.left, turned), (base.right, other)))
-    return Adapted(base.base, *both)
 
 
 def summed_factors(

@@ -38,26 +38,6 @@ class SharedKV:
     inputs: jax.Array | None
 
 
-@dataclasses.dataclass(frozen=True)
-class MixedLayer:
-    """Facts of a layer, of which only the number may be unknown at trace time.
-
-    Attributes:
-      like: the layer, or an equal one.
-      number: its number, for its inputs.
-    """
-
-    cfg: ModelConfig
-    like: int
-    number: jax.Array | int
-    rows: Rows
-
-    @property
-    def slides(self) -> bool:
-        """Whether it has an attention window."""
-        return self.cfg.attention_windows[self.like] > 0
-
-
 def first_shared(params: Params, tokens: jax.Array, x: jax.Array, cfg: ModelConfig, rows: Rows) -> SharedKV:
     """The first layer's `SharedKV`, given embeddings `x` `[B, T, D]`."""
 
@@ -69,43 +49,46 @@ def first_shared(params: Params, tokens: jax.Array, x: jax.Array, cfg: ModelConf
         return zeros, zeros
 
     pairs = {slides: none(slides) for slides in (False, True)}
-    return SharedKV(pairs, _layer_inputs(params, tokens, x, cfg, rows))
-
-
-def _layer_inputs(
-    params: Params, tokens: jax.Array, x: jax.Array, cfg: ModelConfig, rows: Rows
-) -> jax.Array | None:
-    """The inputs of all layers `[B, T, L, P]`: of each token an embedding, and a normalized product of
-    `x`."""
     assert cfg.mixed is not None
     size, live, rowwise = cfg.mixed.layer_input_size, rows.live(x), rows.rowwise
     if not size:
-        return None
+        return SharedKV(pairs, None)
+    # Of each token an embedding, and a normalized product of `x`.
     shape = (*tokens.shape, cfg.layers, size)
     own = embed(tokens, params["embed.layer_inputs"], x.dtype, live).reshape(shape)
     projected = to_units(x, params["embed.input_projection"], rowwise=rowwise, live=live).astype(x.dtype)
     projected = (projected * np.asarray(cfg.hidden_size**-0.5, x.dtype)).reshape(shape)
     projected = normalize(projected, LayerParams(params, "").norm("embed.input_norm", cfg), apart=rowwise)
-    return (projected + own * np.asarray(size**0.5, x.dtype)) * np.asarray(2**-0.5, x.dtype)
+    inputs = (projected + own * np.asarray(size**0.5, x.dtype)) * np.asarray(2**-0.5, x.dtype)
+    return SharedKV(pairs, inputs)
 
 
 def run_mixed_layer(
-    weights: LayerParams, x: jax.Array, shared: SharedKV, of: MixedLayer, attend: Attend[Kept]
+    weights: LayerParams,
+    x: jax.Array,
+    shared: SharedKV,
+    attend: Attend[Kept],
+    *,
+    cfg: ModelConfig,
+    like: int,
+    number: jax.Array | int,
+    rows: Rows,
 ) -> tuple[jax.Array, SharedKV, Kept]:
-    """One layer of `x` `[B, T, D]`: its output, values for later layers, and the state from `attend`."""
-    cfg, rows, live, rowwise = of.cfg, of.rows, of.rows.live(x), of.rows.rowwise
+    """One layer of `x` `[B, T, D]`: its output, values for later layers, and the state from `attend`. `like`
+    is the layer or an equal one; only its `number`, for its inputs, may be unknown at trace time."""
+    live, rowwise = rows.live(x), rows.rowwise
     how = {"live": live, "rowwise": rowwise}
-    heads, shared = _heads(weights, x, shared, of)
+    heads, shared = _heads(weights, x, shared, cfg, like, rows)
     x, kept = attended(weights, x, cfg, attend, heads=heads, rows=rows)
-    own: ModelConfig = layer_config(cfg, of.like)
+    own: ModelConfig = layer_config(cfg, like)
     if cfg.experts:
         x = add_normed(
             x, _dense_and_experts(weights, x, own, rows), weights.norm("ffn_post_norm", cfg), **how
         )
     else:
-        x, _ = fed_forward(weights, x, x, own, of.like, rows=rows)
+        x, _ = fed_forward(weights, x, x, own, like, rows=rows)
     if shared.inputs is not None:
-        given = jax.lax.dynamic_index_in_dim(shared.inputs, of.number, axis=2, keepdims=False)
+        given = jax.lax.dynamic_index_in_dim(shared.inputs, number, axis=2, keepdims=False)
         gate = to_units(x, weights["layer_input.gate"], **how)
 
         def gated(gate: jax.Array, given: jax.Array) -> jax.Array:
@@ -140,15 +123,17 @@ def _dense_and_experts(weights: LayerParams, x: jax.Array, own: ModelConfig, row
     return normed("dense", dense_block(weights, x, own, rows)) + normed("experts", out)
 
 
-def _heads(weights: LayerParams, x: jax.Array, shared: SharedKV, of: MixedLayer) -> tuple[Heads, SharedKV]:
+def _heads(
+    weights: LayerParams, x: jax.Array, shared: SharedKV, cfg: ModelConfig, like: int, rows: Rows
+) -> tuple[Heads, SharedKV]:
     """Inputs of attention, and values for later layers, including the layer's keys and values, if any."""
-    cfg, mixed, rowwise = of.cfg, of.cfg.mixed, of.rows.rowwise
+    mixed, rowwise, slides = cfg.mixed, rows.rowwise, cfg.attention_windows[like] > 0
     assert mixed is not None
-    names = ["q"] if shares_kv(cfg, of.like) else ["q", "k", "v"]
-    if mixed.keys_as_values and not of.slides:
+    names = ["q"] if shares_kv(cfg, like) else ["q", "k", "v"]
+    if mixed.keys_as_values and not slides:
         names = names[:2]
     matrices, norm = [weights[f"attn.{name}"] for name in names], weights.norm("attn_norm", cfg)
-    how = {"live": of.rows.live(x), "rowwise": rowwise}
+    how = {"live": rows.live(x), "rowwise": rowwise}
     q, *own = normed_to_units(x, norm, matrices, [None] * len(names), **how)
     if own:
         k, v = own[0], own[-1]
@@ -156,7 +141,7 @@ def _heads(weights: LayerParams, x: jax.Array, shared: SharedKV, of: MixedLayer)
         ones = Norm(jnp.ones(v.shape[-1], jnp.float32), None, cfg.norm_eps)
         k = normalize(k, weights.norm("attn.k_norm", cfg), apart=rowwise).astype(x.dtype)
         v = normalize(v, ones, apart=rowwise).astype(x.dtype)
-        shared = dataclasses.replace(shared, pairs={**shared.pairs, of.slides: (k, v)})
-    k, v = shared.pairs[of.slides]
+        shared = dataclasses.replace(shared, pairs={**shared.pairs, slides: (k, v)})
+    k, v = shared.pairs[slides]
     q = q.reshape(*q.shape[:3], -1, k.shape[-1])
     return Heads(normalize(q, weights.norm("attn.q_norm", cfg), apart=rowwise), k, v), shared

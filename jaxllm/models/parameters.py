@@ -34,6 +34,7 @@ are small, and stay in memory if experts are loaded individually.
 
 import dataclasses
 import functools
+import re
 from collections.abc import Mapping
 from typing import Literal
 
@@ -43,7 +44,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllm.config import ModelConfig
-from jaxllm.layer_configs import MixedLayers, StateConfig, layer_config, shares_kv
+from jaxllm.layer_configs import MixedLayers, layer_config, shares_kv
 from jaxllm.quant import Weight
 
 Params = Mapping[str, Weight]
@@ -190,37 +191,24 @@ def _mixed_layer_specs(cfg: ModelConfig, mixed: MixedLayers, layer: int) -> Spec
 
 
 def _state_layer_specs(cfg: ModelConfig, layer: int, neurons: int) -> Specs:
-    """Parameters of a layer with a state in place of attention."""
-    assert cfg.states is not None
-    of = _short_conv_specs if cfg.states.kind == "short_conv" else _delta_rule_specs
-    state = {f"state.{name}": spec for name, spec in of(cfg.states, cfg.hidden_size).items()}
-    return (
-        _norm_specs(cfg, "state_norm")
-        | state
-        | _norm_specs(cfg, "ffn_norm")
-        | _block_specs(cfg, layer, neurons)
-    )
-
-
-def _short_conv_specs(states: StateConfig, width: int) -> Specs:
-    specs = _vectors(conv=(width, states.taps), **({"conv_bias": (width,)} if states.bias else {}))
-    for name in ("input_gate", "output_gate", "value", "o"):
-        specs[name] = ParamSpec((width, width), "from_units" if name == "o" else "to_units")
-        if states.bias:
-            specs[f"{name}_bias"] = ParamSpec((width,), "vector")
-    return specs
-
-
-def _delta_rule_specs(states: StateConfig, width: int) -> Specs:
-    values = states.group * states.value_dim
-    specs = _vectors(conv=(states.channels(width), states.taps))
-    for name, rows in (("q", states.key_dim), ("k", states.key_dim), ("v", values), ("gate", values)):
-        specs[name] = ParamSpec((states.key_heads, rows, width), "to_units")
-    # Never quantized: they are small, and decide how long a state lasts.
-    specs |= _vectors(correction=(states.value_heads, width), decay=(states.value_heads, width))
-    specs |= _vectors(decay_bias=(states.value_heads,), decay_log=(states.value_heads,))
-    specs |= _vectors(**{"norm.scale": (states.value_dim,)})
-    return specs | {"o": ParamSpec((states.key_heads, values, width), "from_units")}
+    states, width = cfg.states, cfg.hidden_size
+    assert states is not None
+    own = _vectors(conv=(states.channels(width), states.taps))
+    if states.kind == "short_conv":
+        own |= _vectors(conv_bias=(width,)) if states.bias else {}
+        for name in ("input_gate", "output_gate", "value", "o"):
+            own[name] = ParamSpec((width, width), "from_units" if name == "o" else "to_units")
+            own |= _vectors(**{f"{name}_bias": (width,)}) if states.bias else {}
+    else:
+        heads, values = states.value_heads, states.group * states.value_dim
+        for name, rows in (("q", states.key_dim), ("k", states.key_dim), ("v", values), ("gate", values)):
+            own[name] = ParamSpec((states.key_heads, rows, width), "to_units")
+        # Never quantized: they are small, and decide how long a state lasts.
+        own |= _vectors(correction=(heads, width), decay=(heads, width))
+        own |= _vectors(decay_bias=(heads,), decay_log=(heads,), **{"norm.scale": (states.value_dim,)})
+        own["o"] = ParamSpec((states.key_heads, values, width), "from_units")
+    state = _norm_specs(cfg, "state_norm") | {f"state.{name}": spec for name, spec in own.items()}
+    return state | _norm_specs(cfg, "ffn_norm") | _block_specs(cfg, layer, neurons)
 
 
 def _products_specs(cfg: ModelConfig, name: str, units: int) -> Specs:
@@ -304,14 +292,9 @@ def parameter_count(cfg: ModelConfig) -> int:
     return sum(int(np.prod(spec.shape)) for spec in param_specs(cfg).values())
 
 
-def _of_experts(name: str) -> bool:
-    return ".experts." in name or (".expert_" in name and name.endswith("_bias"))
-
-
 def active_parameter_count(cfg: ModelConfig) -> int:
     """Number of scalar parameters used per token: only the k visited experts of each layer."""
-    idle = cfg.experts - cfg.experts_per_token
-    return sum(
-        int(np.prod((spec.shape[0] - idle, *spec.shape[1:]) if _of_experts(name) else spec.shape))
-        for name, spec in param_specs(cfg).items()
-    )
+    idle, specs = cfg.experts - cfg.experts_per_token, param_specs(cfg).items()
+    # Of weights and of biases.
+    experts = [spec.shape for name, spec in specs if re.search(r"\.experts\.|\.expert_.*_bias$", name)]
+    return parameter_count(cfg) - sum(idle * int(np.prod(shape[1:])) for shape in experts)

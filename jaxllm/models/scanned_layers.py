@@ -10,7 +10,7 @@ with a leading axis of layers (see `LayerRun`); unique layers keep their names. 
 named like a parameter, such as an adapter or an optimizer's moments.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -95,8 +95,13 @@ def unstacked(params: Mapping[str, Any], cfg: ModelConfig) -> dict[str, Any]:
             continue
         like = int(name.split(".", 2)[1])
         leaves, structure = jax.tree.flatten(each)
-        rows = zip(*(_rows(leaf) for leaf in leaves), strict=True)
-        for row, parts in enumerate(rows):
+        # Not by index: the gradient of a split is one concatenation, that of each index a whole stack of
+        # zeros.
+        rows = (
+            leaf if isinstance(leaf, np.ndarray) else [x[0] for x in jax.lax.split(leaf, [1] * len(leaf))]
+            for leaf in leaves
+        )
+        for row, parts in enumerate(zip(*rows, strict=True)):
             layer = like + row * starts[like].period
             found[f"layers.{layer}.{within_layer(name)}"] = jax.tree.unflatten(structure, parts)
     return found
@@ -180,28 +185,19 @@ def scan_layers(
             carry, output = run_one(carry, params_of_layer(params, run.first), run.first, in_loop=False)
             outputs += [] if output is None else [jax.tree.map(lambda part: part[None], output)]
             continue
-        likes = range(run.first, run.first + run.period)
-        carry, found = jax.lax.scan(pattern, carry, {like: _of_stack(params, like) for like in likes})
-        outputs += [jax.tree.map(_in_order, *found)] if found else []
+        # Under the names of the first layer of each stack.
+        stacks = {
+            like: {
+                f"layers.{like}.{within_layer(name)}": each
+                for name, each in params.items()
+                if name.startswith(f"{STACKS}{like}.")
+            }
+            for like in range(run.first, run.first + run.period)
+        }
+        carry, found = jax.lax.scan(pattern, carry, stacks)
+        if found:
+            # `[n, ...]` of each place of a pattern as `[n · places, ...]`, layer after layer.
+            outputs.append(
+                jax.tree.map(lambda *rows: jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:]), *found)
+            )
     return carry, outputs
-
-
-def _of_stack(params: Params, like: int) -> dict[str, Any]:
-    """The parameters of a stack, with the names of its first layer."""
-    return {
-        f"layers.{like}.{within_layer(name)}": each
-        for name, each in params.items()
-        if name.startswith(f"{STACKS}{like}.")
-    }
-
-
-def _in_order(*rows: jax.Array) -> jax.Array:
-    """Arrays `[n, ...]` of each place of a pattern as `[n · places, ...]`, layer after layer."""
-    return jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:])
-
-
-def _rows(stack: Any) -> Iterator[Any]:
-    if isinstance(stack, np.ndarray):
-        return iter(stack)
-    # Not by index: the gradient of a split is one concatenation, that of each index a whole stack of zeros.
-    return (part[0] for part in jax.lax.split(stack, [1] * stack.shape[0]))

@@ -135,7 +135,6 @@ def _short_conv(
 def _delta_rule(
     weights: LayerParams, x: jax.Array, state: States, tokens: StateTokens, cfg: ModelConfig
 ) -> tuple[jax.Array, States]:
-    """The gated delta rule of all heads, normalized and gated, `[B, T, k, g·value_dim]`."""
     states = cfg.states
     assert states is not None
     *mixed, gate = _products(weights, x, ("q", "k", "v", "gate"), tokens, cfg)
@@ -191,10 +190,12 @@ def _delta_inputs(
     """From the convolved queries, keys and values `[B, T, C]`, and the layer's normalized input."""
     batch, keys = mixed.shape[:2], states.key_heads * states.key_dim
     q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)
-    q, k = (
-        jnp.repeat(_of_length_one(each.reshape(*batch, -1, states.key_dim)), states.group, axis=2)
-        for each in (q, k)
+    heads = (each.reshape(*batch, -1, states.key_dim) for each in (q, k))
+    of_length_one = (
+        each * jax.lax.rsqrt(jnp.sum(each * each, axis=-1, keepdims=True) + np.float32(_LENGTH_EPS))
+        for each in heads
     )
+    q, k = (jnp.repeat(each, states.group, axis=2) for each in of_length_one)
     score, step = (
         to_units(normed, weight).astype(jnp.float32)
         for weight in (weights.vector("state.correction"), weights.vector("state.decay"))
@@ -212,7 +213,3 @@ def _delta_inputs(
         k, v = jnp.where(real[..., None], k, 0), jnp.where(real[..., None], v, 0)
     q = q * np.float32(states.key_dim**-0.5)
     return DeltaInputs(q=q, k=k, v=v, log_decay=log_decay, correction=correction)
-
-
-def _of_length_one(x: jax.Array) -> jax.Array:
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + np.float32(_LENGTH_EPS))

@@ -157,7 +157,7 @@ def grow_vocabulary(
       ConfigError: `extra` exceeds the embedding size, or the word embedding is quantized.
     """
     require_int("extra tokens", extra, 1, cfg.encoder.embedding_size)
-    embedding = _float_embedding(params)
+    embedding = _array(params, "embed.tokens")
     grown = {**params, "embed.tokens": jnp.concatenate([embedding, _orthogonal_rows(embedding, extra, key)])}
     encoder = dataclasses.replace(cfg.encoder, vocab_size=cfg.encoder.vocab_size + extra)
     return grown, dataclasses.replace(cfg, encoder=encoder)
@@ -175,7 +175,7 @@ def separate_tokens(params: Params, ids: Sequence[int], key: jax.Array) -> dict[
     Raises:
       ConfigError: the word embedding is quantized.
     """
-    embedding = _float_embedding(params)
+    embedding = _array(params, "embed.tokens")
     rows = _orthogonal_rows(embedding, len(ids), key)
     return {**params, "embed.tokens": embedding.at[jnp.asarray(ids, jnp.int32)].set(rows)}
 
@@ -194,7 +194,7 @@ def score(
       `[B, T]` float32, the logit of keeping: the difference of the logits of the paper's two classes. Values
       at padding are undefined.
     """
-    return _score(params, _shared(params, tokens, mask, cfg, dtype), mask, cfg)
+    return _head(params, _shared(params, tokens, mask, cfg, dtype), mask, cfg, "score")[0][..., 0]
 
 
 def decide(
@@ -208,7 +208,7 @@ def decide(
     Returns:
       Logits of the model's levels `[B, levels]` and of the prompt's `[B, prompt_levels]`, float32.
     """
-    return _decide(params, _shared(params, tokens, mask, cfg, dtype), mask, cfg)
+    return _head(params, _shared(params, tokens, mask, cfg, dtype), mask, cfg, "decide")
 
 
 def forward_both(
@@ -216,14 +216,15 @@ def forward_both(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """`score` and `decide` of the same tokens, with the shared layers run once."""
     hidden = _shared(params, tokens, mask, cfg, dtype)
-    return _score(params, hidden, mask, cfg), _decide(params, hidden, mask, cfg)
+    keep = _head(params, hidden, mask, cfg, "score")[0][..., 0]
+    return keep, _head(params, hidden, mask, cfg, "decide")
 
 
-def _float_embedding(params: Params) -> jax.Array:
-    embedding = params["embed.tokens"]
-    if not isinstance(embedding, jax.Array | np.ndarray):
+def _array(params: Params, name: str) -> jax.Array:
+    found = params[name]
+    if not isinstance(found, jax.Array | np.ndarray):
         raise ConfigError("the word embedding is quantized or adapted; change its tokens before that")
-    return jnp.asarray(embedding)
+    return jnp.asarray(found)
 
 
 def _orthogonal_rows(embedding: jax.Array, count: int, key: jax.Array) -> jax.Array:
@@ -241,39 +242,18 @@ def _shared(
     return encode_layers(params, hidden, mask, cfg=cfg.encoder, layers=range(cfg.shared_layers))
 
 
-def _own(
-    params: Params,
-    hidden: jax.Array,
-    mask: jax.Array,
-    cfg: TlmConfig,
-    head: Head,
-    first: int | None = None,
-) -> jax.Array:
+def _head(params: Params, hidden: jax.Array, mask: jax.Array, cfg: TlmConfig, head: Head) -> Any:
+    """The outputs of a head, float32: of all tokens, or of the first one to decide."""
+    first = 1 if head == "decide" else None
     layers, prefix = cfg.own_layers, f"{head}."
-    return encode_layers(params, hidden, mask, cfg=cfg.encoder, layers=layers, prefix=prefix, first=first)
-
-
-def _score(params: Params, hidden: jax.Array, mask: jax.Array, cfg: TlmConfig) -> jax.Array:
-    return _output(params, "score.keep", _own(params, hidden, mask, cfg, "score"))[..., 0]
-
-
-def _decide(
-    params: Params, hidden: jax.Array, mask: jax.Array, cfg: TlmConfig
-) -> tuple[jax.Array, jax.Array]:
-    first = _own(params, hidden, mask, cfg, "decide", first=1)[:, 0]
-    return _output(params, "decide.model", first), _output(params, "decide.prompt", first)
-
-
-def _output(params: Params, name: str, hidden: jax.Array) -> jax.Array:
-    bias = params[f"{name}_bias"]
-    assert isinstance(bias, jax.Array | np.ndarray)
-    return to_units(hidden, params[name], bias).astype(jnp.float32)
+    hidden = encode_layers(params, hidden, mask, cfg=cfg.encoder, layers=layers, prefix=prefix, first=first)
+    hidden = hidden if first is None else hidden[:, 0]
+    names = [name for name in _output_shapes(cfg, head) if not name.endswith("_bias")]
+    outs = (to_units(hidden, params[each], _array(params, f"{each}_bias")) for each in names)
+    return tuple(out.astype(jnp.float32) for out in outs)
 
 
 def _output_shapes(cfg: TlmConfig, head: Head) -> dict[str, Shape]:
     sizes = {"keep": 1} if head == "score" else {"model": cfg.levels, "prompt": cfg.prompt_levels}
-    shapes: dict[str, Shape] = {}
-    for name, size in sizes.items():
-        shapes[f"{head}.{name}"] = (size, cfg.encoder.hidden_size)
-        shapes[f"{head}.{name}_bias"] = (size,)
-    return shapes
+    weights = {f"{head}.{name}": (size, cfg.encoder.hidden_size) for name, size in sizes.items()}
+    return weights | {f"{head}.{name}_bias": (size,) for name, size in sizes.items()}

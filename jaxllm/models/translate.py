@@ -81,13 +81,17 @@ class Tensor:
         for name in self.params[: self.params.index(param)]:
             start += self._rows(name, specs)
         rows = slice(start, start + self._rows(param, specs))
+        at, count = self.params.index(param), len(self.params)
         if self.stacked:
             whole = stored[:].swapaxes(-1, -2) if self.transposed else stored[:]
-            return np.ascontiguousarray(self.rows_of(whole, param, rows)).reshape(specs[param].shape)
+            own = whole[:, slice(at, None, count) if self.alternating else rows]
+            return np.ascontiguousarray(own).reshape(specs[param].shape)
         if self.one_row:
             stored = stored[0:1].reshape(-1)
         if self.by_head:
-            block = heads_of(stored[:], len(self.params), self.params.index(param), self._head_dim(specs))
+            whole = stored[:]
+            split = whole.reshape(-1, count, self._head_dim(specs), *whole.shape[1:])
+            block = split[:, at].reshape(-1, *whole.shape[1:])
         else:
             block = stored[:, rows].T if self.transposed else stored[rows]
         if self.interleaved:
@@ -95,12 +99,6 @@ class Tensor:
         block = np.ascontiguousarray(block).reshape(self._block_shape(param, specs))
         # In float32, because 1 + w in bfloat16 loses most bits of w.
         return block.astype(np.float32) + np.float32(1) if self.plus_one else block
-
-    def rows_of(self, stacked: np.ndarray, param: str, rows: slice) -> np.ndarray:
-        """Rows of a parameter in a tensor `[E, rows, ...]` of all experts; they are `rows` unless
-        parameters alternate."""
-        turns = slice(self.params.index(param), None, len(self.params))
-        return stacked[:, turns if self.alternating else rows]
 
     def write(self, params: Mapping[str, Any], specs: Mapping[str, ParamSpec]) -> np.ndarray:
         """The checkpoint tensor from our parameters: the inverse of `read`."""
@@ -284,12 +282,6 @@ def swap_pairs(rows: np.ndarray, head_dim: int, stride: int) -> np.ndarray:
     with stride 2 neighbours become halves, and with H/2 halves neighbours."""
     split = rows.reshape(-1, head_dim // stride, stride, *rows.shape[1:])
     return split.swapaxes(1, 2).reshape(rows.shape)
-
-
-def heads_of(rows: np.ndarray, parts: int, part: int, head_dim: int) -> np.ndarray:
-    """From rows `[heads·parts·H, ...]`, each head's part `part`: `[heads·H, ...]`."""
-    split = rows.reshape(-1, parts, head_dim, *rows.shape[1:])
-    return split[:, part].reshape(-1, *rows.shape[1:])
 
 
 def _is_vector(param: str) -> bool:

@@ -117,41 +117,25 @@ def _by_xla(
 ) -> jax.Array:
     """Computes `document_attention` by blocks of queries, each against the keys that any of its queries
     attends to."""
-    if q.shape[1] > UNROLLED_BLOCKS * BLOCK:
-        return _in_loop(q, k, v, starts, options=options, branches=branches)
-    window = options.window
-    mask = document_mask(starts, window, branches)
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    tokens, outs, attend = q.shape[1], [], attention_by(options)
-    for first in range(0, tokens, BLOCK):
-        last = min(tokens, first + BLOCK)
-        # The window of a branch reaches back by positions, which are not indices in the sequence.
-        oldest = max(0, first + 1 - window) if window and branches is None else 0
-        seen = slice(oldest, last)
-        outs.append(attend(q[:, first:last], keys[:, :, seen], values[:, :, seen], mask[:, first:last, seen]))
-    return jnp.concatenate(outs, axis=1)
-
-
-def _in_loop(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    starts: jax.Array,
-    *,
-    options: AttentionOptions,
-    branches: Branches | None,
-) -> jax.Array:
-    """Computes `_by_xla` by a loop over blocks of queries; the backward pass recomputes their scores."""
-    keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    tokens = q.shape[1]
+    tokens, window, attend = q.shape[1], options.window, attention_by(options)
+    if tokens <= UNROLLED_BLOCKS * BLOCK:
+        mask, outs = document_mask(starts, window, branches), []
+        for first in range(0, tokens, BLOCK):
+            last = min(tokens, first + BLOCK)
+            # The window of a branch reaches back by positions, which are not indices in the sequence.
+            oldest = max(0, first + 1 - window) if window and branches is None else 0
+            own, seen = q[:, first:last], slice(oldest, last)
+            outs.append(attend(own, keys[:, :, seen], values[:, :, seen], mask[:, first:last, seen]))
+        return jnp.concatenate(outs, axis=1)
     blocks = -(-tokens // LOOP_BLOCK)
 
+    # The backward pass recomputes the scores.
     @jax.checkpoint
     def block(q: jax.Array, first: jax.Array) -> jax.Array:
         # Some queries of the last block may be padding, and attend as the last token does.
         rows = jnp.minimum(first + jnp.arange(LOOP_BLOCK, dtype=jnp.int32), jnp.int32(tokens - 1))
-        mask = document_mask(starts, options.window, branches, rows)
-        return attention_by(options)(q, keys, values, mask)
+        return attend(q, keys, values, document_mask(starts, window, branches, rows))
 
     padded = jnp.pad(q, ((0, 0), (0, blocks * LOOP_BLOCK - tokens)) + ((0, 0),) * 3)
     parts = padded.reshape(q.shape[0], blocks, LOOP_BLOCK, *q.shape[2:]).swapaxes(0, 1)

@@ -336,7 +336,6 @@ def _one_format(weights: Sequence[Weight]) -> bool:
 
 
 def _stored(weight: Weight) -> Weight:
-    """The weight without its adapter."""
     return weight.base if isinstance(weight, Adapted) else weight
 
 
@@ -384,5 +383,4 @@ def _with_bias(out: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def _flat(weight: Weight) -> Weight:
-    """The weight as a matrix `[R, C]`."""
     return map_parts(part_matrix, weight)

@@ -77,27 +77,16 @@ def gated_delta_rule(
     Returns:
       Outputs `[B, T, heads, value_dim]`, and S after the last token.
     """
-    if tokens.q.shape[1] == 1 and starts is None:
-        return _one_token(tokens, matrix)
-    return _by_chunks(tokens, matrix, starts)
-
-
-def _one_token(tokens: DeltaInputs, matrix: jax.Array) -> tuple[jax.Array, jax.Array]:
-    q, k, v, decay, correction = (
-        each[:, 0] for each in (tokens.q, tokens.k, tokens.v, jnp.exp(tokens.log_decay), tokens.correction)
-    )
-    matrix = matrix * decay[..., None, None]
-    error = (v - jnp.einsum("bnkv,bnk->bnv", matrix, k)) * correction[..., None]
-    matrix = matrix + k[..., None] * error[..., None, :]
-    return jnp.einsum("bnkv,bnk->bnv", matrix, q)[:, None], matrix
-
-
-def _by_chunks(
-    tokens: DeltaInputs, matrix: jax.Array, starts: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """The corrections of a chunk of tokens solve one triangular system, in which each token meets the
-    decayed keys of those before it (the UT transform, arXiv 2406.06484, section 3.2)."""
     count = tokens.q.shape[1]
+    if count == 1 and starts is None:
+        columns = (tokens.q, tokens.k, tokens.v, jnp.exp(tokens.log_decay), tokens.correction)
+        q, k, v, decay, correction = (each[:, 0] for each in columns)
+        matrix = matrix * decay[..., None, None]
+        error = (v - jnp.einsum("bnkv,bnk->bnv", matrix, k)) * correction[..., None]
+        matrix = matrix + k[..., None] * error[..., None, :]
+        return jnp.einsum("bnkv,bnk->bnv", matrix, q)[:, None], matrix
+    # The corrections of a chunk of tokens solve one triangular system, in which each token meets the decayed
+    # keys of those before it (the UT transform, arXiv 2406.06484, section 3.2).
     size = min(DELTA_CHUNK, count)
     fill = -count % size
 
@@ -117,32 +106,26 @@ def _by_chunks(
         own = jnp.moveaxis(own, 1, 0)
 
     def chunk(
-        matrix: jax.Array, of: tuple[DeltaInputs, jax.Array, jax.Array | None]
+        matrix: jax.Array, part: tuple[DeltaInputs, jax.Array, jax.Array | None]
     ) -> tuple[jax.Array, jax.Array]:
-        return _chunk(*of, matrix)
+        """Tokens `[B, heads, size, ...]`, the first with the index `first`; `starts` `[B, 1, size]`."""
+        of, first, starts = part
+        total = jnp.cumsum(of.log_decay, axis=-1)
+        reads: jax.Array | np.ndarray = np.tril(np.ones((size, size), bool))
+        # Decay from the state before the chunk to a token, and from a token to the chunk's end.
+        kept, left = jnp.exp(total), jnp.exp(total[..., -1:] - total)
+        if starts is not None:
+            reads = reads & (starts[..., :, None] == starts[..., None, :])
+            kept = jnp.where(starts < first, kept, 0)
+            left = jnp.where(starts == starts[..., -1:], left, 0)
+        out, errors = corrected(of, total, kept, reads, matrix)
+        matrix = matrix * kept[..., -1:, None]
+        return matrix + jnp.einsum("bnik,bniv->bnkv", of.k * left[..., None], errors), out
 
     matrix, out = jax.lax.scan(chunk, matrix, (inputs, first, own))
     # [chunks, B, heads, size, value_dim]
     out = jnp.moveaxis(out, (0, 2), (1, 3))
     return out.reshape(out.shape[0], -1, *out.shape[3:])[:, :count], matrix
-
-
-def _chunk(
-    of: DeltaInputs, first: jax.Array, starts: jax.Array | None, matrix: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """One chunk `[B, heads, size, ...]`, whose first token has the index `first`; `starts` `[B, 1, size]`."""
-    size = of.q.shape[2]
-    total = jnp.cumsum(of.log_decay, axis=-1)
-    reads: jax.Array | np.ndarray = np.tril(np.ones((size, size), bool))
-    # Decay from the state before the chunk to a token, and from a token to the chunk's end.
-    kept, left = jnp.exp(total), jnp.exp(total[..., -1:] - total)
-    if starts is not None:
-        reads = reads & (starts[..., :, None] == starts[..., None, :])
-        kept = jnp.where(starts < first, kept, 0)
-        left = jnp.where(starts == starts[..., -1:], left, 0)
-    out, errors = corrected(of, total, kept, reads, matrix)
-    matrix = matrix * kept[..., -1:, None]
-    return matrix + jnp.einsum("bnik,bniv->bnkv", of.k * left[..., None], errors), out
 
 
 def corrected(
@@ -239,11 +222,7 @@ def after_path(states: States, path: jax.Array, count: jax.Array) -> States:
     """
     # The layers do not depend on each other: together they are a batch.
     lead = states.inputs.shape[:2]
-    after = _after_path(jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), states), path, count)
-    return jax.tree.map(lambda each: each.reshape(*lead, *each.shape[1:]), after)
-
-
-def _after_path(state: States, path: jax.Array, count: jax.Array) -> States:
+    state = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), states)
     real = jnp.arange(len(path), dtype=jnp.int32) < count
 
     def on_path(each: jax.Array) -> jax.Array:
@@ -252,7 +231,8 @@ def _after_path(state: States, path: jax.Array, count: jax.Array) -> States:
     along = jax.tree.map(on_path, state.nodes)
     no_kernel = np.zeros((along.inputs.shape[-1], state.inputs.shape[1] + 1), np.float32)
     _, inputs = short_convolution(along.inputs, state.inputs, jnp.asarray(no_kernel), count)
-    if state.matrix is None:
-        return States(inputs)
-    tokens = DeltaInputs(along.k, along.k, along.v, along.log_decay, along.correction)
-    return States(inputs, gated_delta_rule(tokens, state.matrix)[1])
+    after = States(inputs)
+    if state.matrix is not None:
+        tokens = DeltaInputs(along.k, along.k, along.v, along.log_decay, along.correction)
+        after = States(inputs, gated_delta_rule(tokens, state.matrix)[1])
+    return jax.tree.map(lambda each: each.reshape(*lead, *each.shape[1:]), after)

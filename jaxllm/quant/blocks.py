@@ -142,7 +142,17 @@ def _by_outputs(weight: np.ndarray, axis: int) -> np.ndarray:
 
 def _plane(stack: np.ndarray, bits: int, axis: int) -> jax.Array:
     """The data of levels `[K, outputs, inputs]`, a host array until it is placed."""
-    packed = [_pack(_padded(matrix, PANEL, BLOCK), bits) for matrix in stack]
+
+    def pack_blocks(matrix: np.ndarray) -> np.ndarray:
+        """Levels `[16·P, 32·B]` int8 -> `[P, B, bits·64]`."""
+        panels, blocks = matrix.shape[0] // PANEL, matrix.shape[1] // BLOCK
+        quarters = matrix.reshape(panels, PANEL, blocks, 8, 4).transpose(0, 2, 3, 1, 4)
+        if bits != 8:
+            # Quarters that share a byte follow one another.
+            quarters = packed_parts(quarters.reshape(panels, blocks, -1, 8 // bits, PANEL, 4), bits, 3)
+        return quarters.reshape(panels, blocks, -1)
+
+    packed = [pack_blocks(_padded(matrix, PANEL, BLOCK)) for matrix in stack]
     data = packed[0] if axis == -1 else np.stack([each.transpose(1, 0, 2) for each in packed])
     return cast(jax.Array, np.ascontiguousarray(data))
 
@@ -337,17 +347,6 @@ def _padded(matrix: np.ndarray, rows: int, columns: int) -> np.ndarray:
     """The matrix with its last two axes zero-padded at the end to multiples of `rows` and `columns`."""
     pad = [(0, 0)] * (matrix.ndim - 2) + [(0, -matrix.shape[-2] % rows), (0, -matrix.shape[-1] % columns)]
     return np.pad(matrix, pad) if any(after for _, after in pad) else matrix
-
-
-def _pack(matrix: np.ndarray, bits: int) -> np.ndarray:
-    """Levels `[16·P, 32·B]` int8 -> `[P, B, bits·64]`."""
-    panels, blocks = matrix.shape[0] // PANEL, matrix.shape[1] // BLOCK
-    quarters = matrix.reshape(panels, PANEL, blocks, 8, 4).transpose(0, 2, 3, 1, 4)
-    if bits == 8:
-        return quarters.reshape(panels, blocks, -1)
-    # Quarters that share a byte follow one another.
-    split = quarters.reshape(panels, blocks, -1, 8 // bits, PANEL, 4)
-    return packed_parts(split, bits, 3).reshape(panels, blocks, -1)
 
 
 def _unpack(data: jax.Array, bits: int) -> jax.Array:

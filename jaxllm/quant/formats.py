@@ -243,12 +243,17 @@ def quantize(
         )
     if minima and bits != 4:
         raise ConfigError(f"weights with a minimum per group have 4 bits, got {bits}")
-    # The contracted axis is last until `_back`.
+    # The contracted axis is last until `joined`.
     moved = np.moveaxis(np.asarray(weight), axis, -1)
     # One scale for all requires all values at once.
     count = 1 if per_tensor else max(1, min(len(moved), -(-moved.size // _MOST_AT_ONCE)))
     parts = [_quantized(part, bits, group, per_tensor, minima) for part in np.array_split(moved, count)]
-    scale, minimum, levels = (_joined(each, axis) for each in zip(*parts, strict=True))
+
+    def joined(each: Sequence[np.ndarray | None]) -> np.ndarray | None:
+        found = [part for part in each if part is not None]
+        return np.ascontiguousarray(np.moveaxis(np.concatenate(found), -1, axis)) if found else None
+
+    scale, minimum, levels = map(joined, zip(*parts, strict=True))
     return QArray(
         # Host arrays until the caller puts them on a device.
         data=cast(jax.Array, pack(cast(np.ndarray, levels), bits)),
@@ -264,7 +269,6 @@ def quantize(
 def _quantized(
     values: np.ndarray, bits: Bits, group: int, per_tensor: bool, minima: bool
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
-    """Scales, minima and levels of values whose last axis is contracted."""
     values = np.asarray(values, np.float32)
     if not np.isfinite(values).all():
         raise ConfigError("weights hold NaN or infinite values and cannot be quantized")
@@ -275,12 +279,17 @@ def _quantized(
         scale = np.abs(values).max(-1, keepdims=True) / 127.0
         scale = np.full_like(scale, scale.max()) if per_tensor else scale
         return scale, None, _int8_levels(values, scale)
-    grouped, minimum = _in_groups(values, group), None
+    # `[..., n_groups, group]`, the last one zero-padded.
+    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % group)])
+    grouped, minimum = padded.reshape(*values.shape[:-1], -1, group), None
     if minima:
         scale, minimum, levels = _best_with_minima(grouped)
         minimum = minimum[..., 0]
+    elif bits == 8:
+        scale = (np.abs(grouped).max(-1, keepdims=True) / 127.0).astype(np.float16)
+        levels = _int8_levels(grouped, scale.astype(np.float32))
     else:
-        scale, levels = {8: _int8_by_group, 4: _best_int4, 2: _best_int2}[bits](grouped)
+        scale, levels = (_best_int4 if bits == 4 else _best_int2)(grouped)
     levels = levels.reshape(*values.shape[:-1], -1)[..., : values.shape[-1]]
     return scale[..., 0], minimum, levels
 
@@ -310,31 +319,9 @@ def _nonzero(scale: np.ndarray) -> np.ndarray:
     return np.where(scale == 0, np.ones_like(scale), scale)
 
 
-def _back(moved: np.ndarray, axis: int) -> np.ndarray:
-    return np.ascontiguousarray(np.moveaxis(moved, -1, axis))
-
-
-def _joined(parts: Sequence[np.ndarray | None], axis: int) -> np.ndarray | None:
-    found = [part for part in parts if part is not None]
-    return _back(np.concatenate(found), axis) if found else None
-
-
-def _in_groups(moved: np.ndarray, group: int) -> np.ndarray:
-    """Splits the last axis into groups `[..., n_groups, group]`, zero-padding the last one."""
-    short = -moved.shape[-1] % group
-    padded = np.pad(moved, [(0, 0)] * (moved.ndim - 1) + [(0, short)])
-    return padded.reshape(*moved.shape[:-1], -1, group)
-
-
 def _int8_levels(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
     # A subnormal scale is so coarse that the largest weight may exceed 127 steps: clip.
     return np.clip(np.rint(values / _nonzero(scale)), -127, 127).astype(np.int8)
-
-
-def _int8_by_group(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scale `[..., n, 1]` (float16) and levels `[..., n, group]`."""
-    scale = (np.abs(grouped).max(-1, keepdims=True) / 127.0).astype(np.float16)
-    return scale, _int8_levels(grouped, scale.astype(np.float32))
 
 
 def _best_int4(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

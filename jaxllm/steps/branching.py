@@ -110,13 +110,10 @@ class Packed:
         length = self.tokens.shape[1]
         if self.count + piece.targets > len(self.targets):
             return False
-        for row, used in enumerate(self.used):
-            if used + piece.fed_tokens <= length:
-                self._put(row, piece)
-                return True
-        return False
-
-    def _put(self, row: int, piece: Piece) -> None:
+        rooms = (row for row, used in enumerate(self.used) if used + piece.fed_tokens <= length)
+        row = next(rooms, None)
+        if row is None:
+            return False
         start = self.used[row]
         trunk_end = start + len(piece.trunk)
         end = start + piece.fed_tokens
@@ -124,7 +121,7 @@ class Packed:
         self.starts[row, start:end] = start
         self.trunk_ends[row, start:end] = trunk_end
         self.branch_starts[row, start:trunk_end] = trunk_end
-        at, base = trunk_end, row * self.tokens.shape[1]
+        at, base = trunk_end, row * length
         for owner, branch in piece.branches:
             fed = len(branch) - 1
             self.tokens[row, at : at + fed] = branch[:-1]
@@ -137,6 +134,7 @@ class Packed:
             self.count += len(branch)
             at += fed
         self.used[row] = end
+        return True
 
 
 def target_room(rows: int, length: int) -> int:

@@ -105,7 +105,6 @@ def attend_layer(
 def _at_experts(
     weights: LayerParams, x: jax.Array, rows: Rows, of: SparseLayer, ahead: jax.Array
 ) -> tuple[AtExperts, jax.Array]:
-    """The tokens before the experts, and a buffer for the outputs of all tiles."""
     routing = chosen_experts(weights, x, of.cfg)
     visiting = visiting_tokens(routing, of.cfg, rows)
     tiles, shares = tiles_and_weights(routing, of.cfg.experts, live=visiting, loss=of.loss)

@@ -341,7 +341,6 @@ def draft(
     """
 
     def ended(tree: TokenTree, fed: jax.Array) -> jax.Array:
-        """Nodes after which nothing is added."""
         stopped = jnp.any(tree.tokens[:, None] == end.stop_ids, axis=1)
         return fed | stopped | (tree.depths >= end.depth)
 

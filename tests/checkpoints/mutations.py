@@ -195,6 +195,11 @@ def folders(seed: int) -> Iterator[tuple[str, Change]]:
     ):
         content = (b"[" * 200_000, b"\xff\xfe", b'{"a": ' + b"1" * 5000 + b"}", b"null")[number]
         yield f"{name} is {content[:8]!r}", lambda folder, n=name, c=content: _put(folder / n, c)
+    yield from random_changes(seed)
+
+
+def random_changes(seed: int) -> Iterator[tuple[str, Change]]:
+    """As `folders`, without the known ones."""
     draw = random.Random(seed)
     while True:
         kind = draw.choice((_change_config, _change_names, _change_header, _change_bytes))
@@ -259,6 +264,8 @@ def _change_config(folder: Path, draw: random.Random) -> None:
         value = config.get(key)
         if draw.random() < 0.15:
             config["model_type"] = draw.choice(_MODEL_TYPES)
+        elif isinstance(value, dict) and value and draw.random() < 0.8:
+            value[draw.choice(sorted(value))] = draw.choice(_VALUES)
         elif isinstance(value, int) and draw.random() < 0.3:
             config[key] = draw.choice([value * 2, value // 2, value + 1, -value, value * 10**9])
         else:

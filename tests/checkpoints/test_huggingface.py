@@ -1,8 +1,11 @@
 """Model folders: what is read, what is refused and how it is said, and what is written."""
 
 import dataclasses
+import itertools
 import json
 import os
+import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,8 +15,10 @@ from safetensors.numpy import load_file, save_file
 
 from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
 from jaxllm.config import ModelConfig, RopeConfig
-from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models import parameters
+from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
+from jaxllm.models import decoder, parameters
+from jaxllm.prepare import prepare
+from tests.checkpoints import mutations
 from tests.tiny import random_params, write_tiny_folder
 from tests.tiny_states import DELTA_RULE
 
@@ -62,23 +67,6 @@ def refused(kind, folder, *parts):
 
 
 # What comes out
-
-
-def test_layout_by_hand(tmp_path):
-    stored = tensors()
-    cfg, params = read(write(tmp_path))
-    assert list(params) == list(parameters.param_specs(cfg))
-    assert {name: value.shape for name, value in params.items()} == {
-        name: spec.shape for name, spec in parameters.param_specs(cfg).items()
-    }
-    body = "model.layers.1.self_attn."
-    # Query head n = 2k + g is the g-th of kv-group k; H is 2.
-    np.testing.assert_array_equal(params["layers.1.attn.q"][1, 2:4], stored[body + "q_proj.weight"][6:8])
-    np.testing.assert_array_equal(params["layers.1.attn.k"][1], stored[body + "k_proj.weight"][2:4])
-    np.testing.assert_array_equal(params["layers.1.attn.o"][1, 3], stored[body + "o_proj.weight"][:, 7])
-    down = stored["model.layers.1.mlp.down_proj.weight"]
-    np.testing.assert_array_equal(params["layers.1.ffn.down"], down.T)
-    np.testing.assert_array_equal(params["head"], stored["lm_head.weight"])
 
 
 def test_reading_is_lazy(tmp_path):
@@ -153,9 +141,6 @@ def changed(name, change):
 DOWN, V = "model.layers.1.mlp.down_proj.weight", "model.layers.1.self_attn.v_proj.weight"
 BIAS = "model.layers.0.self_attn.q_proj.bias"
 MISFITS = {
-    "four missing": (
-        without("gate_proj.weight", "up_proj.weight"), {}, ["layers.0.mlp.gate_proj.weight", "and 1 more"]
-    ),
     "no embedding": (without("embed_tokens.weight"), {}, ["lacks model.embed_tokens.weight"]),
     "one too many": (lambda stored: stored | {BIAS: np.zeros(8, np.float32)}, {}, [f"holds {BIAS}"]),
     "another config": (dict, {"intermediate_size": 12}, ["mlp.gate_proj.weight", "[6, 8]", "[12, 8]"]),
@@ -229,25 +214,6 @@ def small_params(cfg, dtype=np.float32):
     return {
         name: draw.normal(size=spec.shape).astype(dtype) for name, spec in parameters.param_specs(cfg).items()
     }
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-def test_round_trip(tmp_path, dtype):
-    cfg = small_config(tied_head=True, qkv_bias=True, o_bias=True)
-    params = small_params(cfg, dtype)
-    folder = tmp_path / "new" / "model"
-    given = {name: jnp.asarray(value) for name, value in params.items()} if dtype == np.float32 else params
-    write_folder(folder, cfg, given, extra_config={"eos_token_id": 2})
-    # The library, which did not write the file, agrees with it.
-    assert load_file(folder / "model.safetensors")["model.norm.weight"].dtype == dtype
-    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 2
-    again_cfg, again = read(folder)
-    assert again_cfg == cfg
-    assert list(again) == list(params)
-    for name, value in params.items():
-        assert again[name].dtype == dtype
-        np.testing.assert_array_equal(again[name], value)
-    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors"]
 
 
 def test_failed_write_leaves_the_old_model(tmp_path):
@@ -324,6 +290,63 @@ def test_shards_of_transformers(tmp_path, tiny_hf):
         assert value.dtype == (np.float32 if norm else ml_dtypes.bfloat16)
 
 
+# Tensors that repeat others are compared: stored heads where they are tied, copies, computed positions
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_tied_head_may_be_stored(tmp_path, dtype):
+    """As a copy; a head that is another one is the head."""
+    stored = tensors(ml_dtypes.bfloat16)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].astype(dtype)
+    config = {**CONFIG, "tie_word_embeddings": True}
+    cfg, params = read(write(tmp_path, config, stored))
+    assert cfg.tied_head
+    assert "head" not in params
+    cfg, params = read(write(tmp_path, config))
+    assert not cfg.tied_head
+    np.testing.assert_array_equal(params["head"], tensors()["lm_head.weight"])
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "gemma2"])
+def test_stored_heads_answer_as_in_transformers(tmp_path, tiny_hf, variant):
+    """The config says tied, and the file has another head."""
+    tokens = np.arange(14).reshape(2, 7)
+    tiny_hf.save(variant, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    stored = load_file(tmp_path / "model.safetensors")
+    embedding = next(value for name, value in stored.items() if "embed_tokens" in name or "wte" in name)
+    noise = np.random.default_rng(0).normal(size=embedding.shape).astype(np.float32)
+    save_file(stored | {"lm_head.weight": noise}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    cfg = read_config(tmp_path)
+    params = {name: jnp.asarray(value) for name, value in read_params(tmp_path, cfg)}
+    hidden = decoder.forward_documents(params, jnp.asarray(tokens, jnp.int32), cfg=cfg)
+    theirs = tiny_hf.logits(tiny_hf.load(tmp_path), tokens)
+    np.testing.assert_allclose(decoder.logits(params, hidden, cfg=cfg), theirs, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("variant", "copy", "own"),
+    [
+        ("t5", "encoder.embed_tokens.weight", "shared.weight"),
+        ("bart", "model.decoder.embed_tokens.weight", "model.shared.weight"),
+        ("marian", "model.encoder.embed_positions.weight", None),
+    ],
+)
+def test_copies_and_computed_positions_are_compared(tmp_path, tiny_hf, variant, copy, own):
+    tiny_hf.save_encoder_decoder(variant, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    if own is None:
+        model = tiny_hf.load_encoder_decoder(tmp_path)
+        known = model.model.encoder.embed_positions.create_weight().numpy()
+    else:
+        known = stored[own]
+    save_file(stored | {copy: known.copy()}, tmp_path / "model.safetensors")
+    dict(read_params(tmp_path, read_config(tmp_path)))
+    save_file(stored | {copy: known + 1}, tmp_path / "model.safetensors")
+    refused(CheckpointError, tmp_path, copy, own or "", "differs")
+
+
 # All experts of a layer in one tensor, where others of the family have each by itself.
 MIXTURE = dataclasses.replace(
     DELTA_RULE, model_type="qwen3_5_moe_text", experts=3, experts_per_token=2, expert_ffn_size=24,
@@ -348,3 +371,41 @@ def test_stacked_experts_are_those_by_themselves(tmp_path):
     save_file(stored, path)
     for name, value in read_params(folder, MIXTURE):
         np.testing.assert_array_equal(value, params[name], err_msg=name)
+
+
+SPECIAL = dict(mutations.special_files())
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_folder(tmp_path_factory.mktemp("sound") / "model")
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_pipes_devices_and_endless_files_are_not_read(name: str, sound: Path, tmp_path: Path):
+    folder = shutil.copytree(sound, tmp_path / "model")
+    SPECIAL[name](folder)
+    # A file that is not needed may be missing.
+    missing = "dead link" in name and not name.startswith(
+        ("config.json", "tokenizer.json", "model.safetensors ")
+    )
+    if missing or name.startswith("model.safetensors.index.json"):
+        return prepare(folder, tmp_path / "out.jaxllm")
+    with pytest.raises(JaxllmError) as caught:
+        prepare(folder, tmp_path / "out.jaxllm")
+    assert "\n" not in str(caught.value)
+    return None
+
+
+def test_no_mutation_of_a_folder_is_uncaught(sound: Path, tmp_path: Path):
+    refused = 0
+    for _, change in itertools.islice(mutations.folders(seed=3), len(SPECIAL), len(SPECIAL) + 100):
+        folder = tmp_path / "model"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(sound, folder)
+        change(folder)
+        try:
+            prepare(folder, tmp_path / "out.jaxllm")
+        except JaxllmError as error:
+            refused += "\n" not in str(error)
+    assert 20 < refused < 100

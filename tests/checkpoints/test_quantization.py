@@ -1,8 +1,10 @@
 """Folders of quantized weights give the numbers that their formats define, and what is not read is named."""
 
 import dataclasses
+import itertools
 import json
 import os
+import shutil
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +17,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.architectures import architecture
 from jaxllm.prepare import prepare
 from jaxllm.quant import QArray
+from tests.checkpoints import mutations
 from tests.checkpoints.memory import Most, is_refused, traced
 from tests.tiny import TINY, random_params, write_tiny_folder
 
@@ -225,16 +228,11 @@ def test_the_lowest_of_256_levels_is_a_step_higher(tmp_path):
     ("of", "match"),
     [
         ({"quant_method": "hqq"}, "'hqq' .* read are gptq, awq"),
-        ({"bits": 4}, "unknown kind.*float weights"),
         ({**GPTQ, "desc_act": True}, "desc_act.*act-order is not read"),
         ({**GPTQ, "bits": 3}, "3 bits"),
-        ({**GPTQ, "checkpoint_format": "marlin"}, "'marlin' is not read"),
         ({**GPTQ, "something_new": 1}, "--ignore-config-key quantization_config.something_new"),
-        ({**AWQ, "version": "gemv"}, "version.*gemm checkpoint"),
         ({**BNB, "load_in_4bit": True}, "load_in_4bit.*8 bits, or GPTQ"),
-        ({**FP8, "weight_block_size": [128]}, "weight_block_size"),
         (compressed("pack-quantized", symmetric=False), "symmetric"),
-        (compressed("pack-quantized", actorder="group"), "act-order"),
         (compressed("float-quantized"), "'float-quantized'"),
         ({**compressed("pack-quantized"), "config_groups": {}}, "one group"),
     ],
@@ -261,7 +259,6 @@ def test_unknown_key_can_be_ignored_and_other_widths_are_made_of_the_numbers(tmp
     [
         ("scales", None, "lacks .*scales"),
         ("scales", np.full((2, 64), np.inf, np.float16), "not finite"),
-        ("scales", np.zeros((2, 63), np.float16), r"shape \[2, 63\]"),
         ("qweight", np.zeros((16, 64), np.float32), "is F32"),
         ("qzeros", np.zeros((2, 8), np.int32), "not those of symmetric"),
         ("g_idx", np.zeros(128, np.int32), "act-order is not read"),
@@ -292,38 +289,19 @@ def read_all(folder):
 
 
 def mutate(folder):
-    """Values of the config, and bytes of the weights, most of them of their header, are changed; or the
-    weights are cut."""
-    config = json.loads((folder / "config.json").read_text())
-    data = (folder / "model.safetensors").read_bytes()
-    header = 8 + int.from_bytes(data[:8], "little")
-    junk = (None, 0, -1, 3, 1 << 60, 0.5, "x", [], {}, [1, 2], True, float("nan"))
-    refusals, most = 0, Most()
+    """Configs, headers and weights of a sound folder are changed, at random."""
+    sound, refusals, most = shutil.copytree(folder, folder.parent / "sound"), 0, Most()
+    size = (folder / "model.safetensors").stat().st_size
     # What widens weights is compiled once, for the shapes of the sound folder.
     assert dict(read_params(folder, read_config(folder)))
     with traced():
-        for seed in range(MUTATIONS):
-            draw = np.random.default_rng(seed)
-            changed, raw = json.loads(json.dumps(config)), bytearray(data)
-            if seed % 2:
-                section = changed["quantization_config"]
-                key = sorted(section)[int(draw.integers(len(section)))]
-                section[key] = junk[int(draw.integers(len(junk)))]
-            elif seed % 16 == 2:
-                del raw[int(draw.integers(0, len(raw))) :]
-            elif seed % 16 == 4:
-                # Scales that are not finite, levels that no quantizer writes.
-                for _ in range(64):
-                    raw[int(draw.integers(header, len(raw)))] = 255
-            else:
-                first = 0 if seed % 16 == 6 else 8
-                for _ in range(int(draw.integers(1, 4))):
-                    raw[int(draw.integers(first, header))] = int(draw.integers(32, 127))
-            (folder / "config.json").write_text(json.dumps(changed))
-            (folder / "model.safetensors").unlink()
-            (folder / "model.safetensors").write_bytes(raw)
+        for label, change_it in itertools.islice(mutations.random_changes(seed=1), MUTATIONS):
+            shutil.rmtree(folder)
+            shutil.copytree(sound, folder)
+            change_it(folder)
             # Never less than for the whole: what is cut off is missed only when it is read.
-            refusals += is_refused(lambda: read_all(folder), len(data), f"seed {seed}", most)
+            refusals += is_refused(lambda: read_all(folder), size, label, most)
+    shutil.rmtree(sound)
     print(f"{MUTATIONS} mutated folders, {refusals} refused, at most {most.share:.1f} times a file's size")
     assert refusals > MUTATIONS // 4
 
@@ -382,8 +360,6 @@ def test_mxfp4_is_bit_exact_in_8_bits(tmp_path):
     [
         ("scales", lambda scales: None, "lacks .*scales"),
         ("scales", lambda scales: scales[..., :1], "implies U8 of shape"),
-        ("scales", lambda scales: scales.astype(np.int8), "is I8"),
-        ("blocks", lambda blocks: blocks[..., :8], "implies U8 of shape"),
         ("scales", lambda scales: np.full_like(scales, 255), "not finite"),
         ("scales", lambda scales: np.full_like(scales, 144), "above what float16 holds"),
     ],

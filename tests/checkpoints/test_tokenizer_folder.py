@@ -16,8 +16,6 @@ from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_sampling, 
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
-DATA = Path(os.environ.get("JAXLLM_DATA", Path(__file__).parents[2] / "../shared/data"))
-
 
 def library_tokenizer() -> tokenizers.Tokenizer:
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -98,9 +96,7 @@ def test_a_whole_folder(tmp_path: Path) -> None:
     [
         ({}, {}),
         ({"do_sample": True, "temperature": 0.6, "top_p": 0.95}, {"temperature": 0.6, "top_p": 0.95}),
-        ({"top_k": -1, "min_p": 0.1}, {"top_k": 0, "min_p": 0.1}),
         ({"do_sample": False, "temperature": 0.7}, {"temperature": 0.0}),
-        ({"max_new_tokens": 9, "transformers_version": "5"}, {}),
     ],
 )  # fmt: skip
 def test_the_sampling_that_authors_advise(
@@ -109,19 +105,6 @@ def test_the_sampling_that_authors_advise(
     found = read_tokenizer(write(tmp_path, tokenizer__json=TEXT, generation_config__json=config))
     assert dict(found.sampling) == expected
     assert TokenizerFiles.from_json(json.loads(json.dumps(found.to_json()))) == found
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"temperature": "hot"}, {"temperature": -1}, {"top_k": 2.5}, {"top_k": float("inf")}, {"top_p": 0},
-        {"min_p": True}, {"top_p": float("nan")}, {"top_k": 1 << 40},
-    ],
-)  # fmt: skip
-def test_sampling_that_cannot_be_used_is_refused(config: dict[str, Any], tmp_path: Path) -> None:
-    write(tmp_path, tokenizer__json=TEXT, generation_config__json=config)
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: .*correct the file"):
-        read_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.6, "top_k": 20}, {"temperature": 0.0}])
@@ -145,8 +128,6 @@ def test_sampling_is_written_as_transformers_reads_it(sampling: dict[str, float]
     ("generation", "config", "named", "expected"),
     [
         ({}, {}, None, ()),
-        ({}, {}, "</s>", (257,)),
-        ({"eos_token_id": 1}, {}, "</s>", (1, 257)),
         ({"eos_token_id": None}, {"eos_token_id": [3, 1]}, None, (3, 1)),
         ({"eos_token_id": [1, 2]}, {"eos_token_id": [2, 3]}, "</s>", (1, 2, 3, 257)),
         ({"eos_token_id": -1}, {"eos_token_id": 257}, "</s>", (257,)),
@@ -168,11 +149,9 @@ NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "templat
 @pytest.mark.parametrize(
     ("contents", "expected"),
     [
-        ({"tokenizer_config__json": {"chat_template": "a"}}, "a"),
         ({"tokenizer_config__json": {"chat_template": NAMED}}, "plain"),
         ({"tokenizer_config__json": {"chat_template": NAMED[:1]}}, "tools"),
         ({"chat_template__json": {"chat_template": "b"}}, "b"),
-        ({"chat_template__jinja": "c\n"}, "c\n"),
         ({"tokenizer_config__json": {"chat_template": "a"}, "chat_template__jinja": "c"}, "c"),
     ],
 )
@@ -184,14 +163,11 @@ def test_chat_templates(tmp_path: Path, contents: dict[str, Any], expected: str)
     ("contents", "reason"),
     [
         ({"tokenizer__json": "{"}, "malformed tokenizer.json"),
-        ({"config__json": "{"}, "config.json cannot be read as JSON"),
+        ({"generation_config__json": {"temperature": "hot"}}, r"generation_config\.json: .*correct the file"),
         ({"config__json": "[" * 100_000}, "config.json cannot be read as JSON"),
-        ({"config__json": [1]}, "config.json holds a list, not a JSON object"),
         ({"config__json": {"eos_token_id": "2"}}, "eos_token_id must be a token id or a list, got '2'"),
         ({"config__json": {"eos_token_id": 1 << 40}}, "eos_ids must be token ids"),
-        ({"generation_config__json": {"bos_token_id": 1.5}}, "bos_token_id must be a token id"),
         ({"tokenizer_config__json": {"eos_token": 5}}, "eos_token must be text or have a content, got 5"),
-        ({"tokenizer_config__json": {"chat_template": 5}}, "chat_template must be text or a list"),
         (
             {"tokenizer_config__json": {"chat_template": [NAMED[0], {"name": "b", "template": "x"}]}},
             r"\['b', 'tool_use'\] and none named 'default'",
@@ -300,13 +276,3 @@ def test_transformers_reads_what_is_written(tmp_path: Path) -> None:
     assert (peer.bos_token_id, peer.eos_token_id) == (256, 257)
     chat = [{"role": "user", "content": "Hi"}]
     assert peer.apply_chat_template(chat, tokenize=False) == tokenizer.render_chat(chat)
-
-
-@pytest.mark.parametrize("name", ["stories260K", "llama2xs"])
-def test_a_published_model(name: str) -> None:
-    folder = DATA / "models" / name
-    if not folder.exists():
-        pytest.skip(f"no {folder}; set JAXLLM_DATA")
-    files = read_tokenizer(folder)
-    assert files.special == {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    assert (files.bos_id, files.eos_ids, files.chat_template) == (1, (2,), None)

@@ -4,9 +4,8 @@ import re
 from pathlib import Path
 
 from jaxllm.config import ModelConfig
-from jaxllm.models.architectures import ARCHITECTURES
+from jaxllm.models.architectures import ARCHITECTURES, WRAPPERS
 from jaxllm.models.features import ROOMS, room_refusal
-from jaxllm.models.wrappers import WRAPPERS
 
 PAGE = Path("docs/guides/families.md")
 _NEEDED = {

@@ -1,5 +1,6 @@
-"""The shared decoder: chunks, padding, batches and windows keep their laws."""
+"""The shared decoder: its parameters; padding, routing and quantized weights keep their laws."""
 
+import dataclasses
 import functools
 
 import chex
@@ -7,15 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Var
 
-from jaxllm.errors import ConfigError
+from jaxllm.bundle import segment_of
 from jaxllm.experts.routing import load_balancing_loss, router_z_loss
-from jaxllm.kv.cache import new_cache, stack_places
+from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
-from jaxllm.models.parameters import param_specs
-from jaxllm.quant import dequantize, quantize, to_blocks
-from tests.kernels.switching import fall_back
-from tests.models.configs import BATCH, CAPACITY, CHUNK, CONFIGS, PLAIN, PROMPT, TOKENS, V, jit, params_of
+from jaxllm.models.parameters import (
+    init_params,
+    param_specs,
+)
+from tests.models.configs import BATCH, CAPACITY, CHUNK, CONFIGS, PROMPT, TOKENS, V, jit, params_of
 
 
 @functools.cache
@@ -47,35 +50,6 @@ def empty_cache(cfg):
     return new_cache(cfg, batch=BATCH, tokens=CAPACITY, dtype=jnp.float32)
 
 
-def compositions(total, largest):
-    if total == 0:
-        yield ()
-    for first in range(1, min(total, largest) + 1):
-        for rest in compositions(total - first, largest):
-            yield (first, *rest)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("cfg", ["everything", "growing", "sinks"], indirect=True)
-def test_whole_is_the_same_in_every_division_into_chunks(cfg):
-    expected = np.asarray(whole_of(cfg)(params_of(cfg), TOKENS))
-    assert expected.std() > 0.3
-    # Padding holds real ids, so that reading it by mistake changes the answer.
-    padded = np.concatenate([TOKENS, TOKENS[:, ::-1]], axis=1)
-    step, params = step_of(cfg), params_of(cfg)
-    divisions = list(compositions(PROMPT, CHUNK))
-    assert len(divisions) > 150
-    for division in divisions[::11]:
-        cache, at, parts = empty_cache(cfg), 0, []
-        for valid in division:
-            hidden, cache = step(params, padded[:, at : at + CHUNK], cache, np.int32(valid))
-            parts.append(np.asarray(hidden[:, :valid]))
-            at += valid
-        assert int(cache.length) == PROMPT
-        got = np.concatenate(parts, axis=1)
-        np.testing.assert_allclose(got, expected, atol=2e-5, rtol=0, err_msg=str(division))
-
-
 @pytest.mark.parametrize("garbage", [0, V - 1, V, 2**31 - 1, -1, -(2**31)])
 def test_padding_changes_nothing(cfg, garbage):
     """Whatever its ids are, in the vocabulary or not, also where its places lie past window and cache."""
@@ -96,26 +70,6 @@ def test_padding_changes_nothing(cfg, garbage):
         assert np.all(np.any(rows[..., :PROMPT, :] != 0, axis=(-3, -1)))
 
 
-@pytest.mark.parametrize("cfg", ["everything"], indirect=True)
-def test_one_trace_serves_every_count_and_place(cfg):
-    """How many tokens of a chunk are real, and how many came before, are arguments."""
-    chex.clear_trace_counter()
-
-    @jit
-    @chex.assert_max_traces(n=1)
-    def step(params, tokens, cache, valid):
-        return decoder.forward(params, tokens, cache, cfg=cfg, valid=valid)
-
-    cache = empty_cache(cfg)
-    for at, valid in ((0, 4), (4, 1), (5, 3)):
-        tokens = TOKENS[:, at : at + CHUNK]
-        hidden, after = step(params_of(cfg), tokens, cache, np.int32(valid))
-        chex.assert_shape(hidden, (BATCH, CHUNK, cfg.hidden_size))
-        chex.assert_trees_all_equal_shapes_and_dtypes(after, cache)
-        cache = after
-    assert int(cache.length) == 8
-
-
 @pytest.mark.parametrize("name", ["experts", "some-experts"])
 def test_forward_gives_back_the_routing(name):
     cfg, params = CONFIGS[name], params_of(CONFIGS[name])
@@ -129,11 +83,6 @@ def test_forward_gives_back_the_routing(name):
     top = np.argsort(-routing.logits, axis=-1)[..., :k]
     np.testing.assert_array_equal(np.sort(routing.ids, axis=-1), np.sort(top, axis=-1))
     assert len(np.unique(routing.ids)) > 1
-
-
-def test_a_dense_model_has_no_routing():
-    with pytest.raises(ConfigError, match="without experts"):
-        decoder.forward_documents_with_routing(params_of(PLAIN), TOKENS, cfg=PLAIN)
 
 
 def test_training_reaches_every_parameter():
@@ -158,46 +107,59 @@ def test_training_reaches_every_parameter():
             np.testing.assert_array_equal(np.flatnonzero(np.abs(gradient).max(axis=(1, 2))), chosen)
 
 
-widened = jit(lambda weight: dequantize(weight, jnp.dtype(jnp.float32)))
-
-
-@pytest.mark.parametrize(("name", "bits", "form"), [("everything", 8, "blocks"), ("experts", 4, "columns")])
-def test_quantized_parameters_compute_what_they_stand_for(name, bits, form, monkeypatch):
-    """Without native kernels, which round activations too (`tests/kernels` knows by how much)."""
-    fall_back(monkeypatch)
-    cfg = CONFIGS[name]
-    specs, params = param_specs(cfg), params_of(cfg)
-    quantized, meant = {}, {}
-    for name, value in params.items():
-        quantized[name] = meant[name] = value
-        if specs[name].role != "vector":
-            axis = -2 if specs[name].role == "from_units" else -1
-            columns = quantize(value, bits=bits, axis=axis)
-            quantized[name] = columns if form == "columns" else to_blocks(columns)
-            meant[name] = widened(columns)
-    got, expected, dense = (whole_of(cfg)(each, TOKENS) for each in (quantized, meant, params))
-    np.testing.assert_allclose(got, expected, atol=2e-5)
-    assert np.abs(got - dense).max() > 1e-3
-
-
-def test_dtypes():
-    """Activations and cache have their dtypes, whatever the parameters'."""
-    cfg = CONFIGS["everything"]
+def test_specs_are_in_the_order_in_which_a_step_reads_them(cfg):
+    """Weights are stored and streamed in this order, layer by layer; vectors anywhere in their layer."""
 
     def run(params, tokens):
-        cache = new_cache(cfg, batch=BATCH, tokens=CAPACITY, dtype=jnp.bfloat16)
-        hidden, cache = decoder.forward(params, tokens, cache, cfg=cfg, dtype=jnp.bfloat16)
-        return hidden, cache, decoder.logits(params, hidden, cfg=cfg)
+        hidden, _ = decoder.forward(params, tokens, cfg=cfg)
+        return decoder.logits(params, hidden, cfg=cfg)
 
-    hidden, cache, logits = jax.eval_shape(run, params_of(cfg), TOKENS)
-    dims = chex.Dimensions(
-        B=BATCH, T=PROMPT, S=CAPACITY, D=cfg.hidden_size, K=cfg.kv_heads, H=cfg.head_dim, V=V
-    )
-    chex.assert_shape([hidden, logits], [dims["BTD"], dims["BTV"]])
-    chex.assert_type([hidden, logits], [jnp.bfloat16, jnp.float32])
-    assert cache.places == stack_places(cfg)
-    for rows in (*cache.keys, *cache.values):
-        chex.assert_shape(rows, (None, *dims["BKSH"]))
-    chex.assert_type([*cache.keys, *cache.values], jnp.bfloat16)
-    chex.assert_shape(cache.length, ())
-    chex.assert_type(cache.length, jnp.int32)
+    params = params_of(cfg)
+    jaxpr = jax.make_jaxpr(run)(params, TOKENS).jaxpr
+    # A dict's leaves are in the order of its sorted keys.
+    names = dict(zip(jaxpr.invars[: len(params)], sorted(params), strict=True))
+    uses = [var for equation in jaxpr.eqns for var in equation.invars if isinstance(var, Var)]
+    read = list(dict.fromkeys(names[var] for var in uses if var in names))
+    specs = param_specs(cfg)
+    assert sorted(read) == sorted(specs)
+
+    def matrices(names):
+        # Those of experts are arguments of one equation, which chooses by platform.
+        return [name.split(".experts.")[0] for name in names if specs[name].role != "vector"]
+
+    assert matrices(read) == matrices(specs)
+    segments = [segment_of(name) for name in read]
+    assert segments == sorted(segments, key=list(dict.fromkeys(map(segment_of, specs))).index)
+
+
+def specified(cfg, dtype):
+    """Arrays as the specs say."""
+    return {name: jax.ShapeDtypeStruct(spec.shape, dtype) for name, spec in param_specs(cfg).items()}
+
+
+def test_initial_parameters():
+    cfg = dataclasses.replace(
+        CONFIGS["everything"], layers=1, attention_windows=(), hidden_size=64, ffn_size=96, head_dim=32,
+        vocab_size=64, tied_head=False,
+    )  # fmt: skip
+    params = jax.tree.map(np.asarray, jit(functools.partial(init_params, cfg))(jax.random.key(0)))
+    chex.assert_trees_all_equal_shapes_and_dtypes(params, specified(cfg, jnp.float32))
+    chex.assert_tree_all_finite(params)
+    deviations = {
+        "embed.tokens": 0.02, "head": 0.02,
+        "layers.0.attn.q": 64**-0.5, "layers.0.attn.v": 64**-0.5, "layers.0.ffn.up": 64**-0.5,
+        # Contracted over both unit axes (kv heads and a group's queries), and one of two residuals.
+        "layers.0.attn.o": (2 * 2 * 2 * 32) ** -0.5,
+        "layers.0.ffn.down": (2 * 96) ** -0.5,
+    }  # fmt: skip
+    for name, deviation in deviations.items():
+        assert np.std(params[name]) == pytest.approx(deviation, rel=0.05), name
+        assert abs(np.mean(params[name])) < deviation * 0.06, name
+    for name, value in params.items():
+        if name.endswith("norm.scale"):
+            np.testing.assert_array_equal(value, 1, err_msg=name)
+        if name.endswith("bias"):
+            np.testing.assert_array_equal(value, 0, err_msg=name)
+    weights = [params[name].ravel()[:100] for name, spec in param_specs(cfg).items() if spec.role != "vector"]
+    assert len(weights) == 9
+    assert all(not np.array_equal(a, b) for i, a in enumerate(weights) for b in weights[:i])

@@ -28,7 +28,7 @@ from jaxllm.models.lora import (
     summed_factors,
 )
 from jaxllm.models.parameters import param_specs
-from jaxllm.quant import Adapted, BlockedArray, dequantize, from_blocks, take_units, unit_at
+from jaxllm.quant import Adapted, BlockedArray, dequantize, from_blocks
 from tests.elastic.models import LLAMA
 from tests.quick_jit import jit
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
@@ -168,17 +168,6 @@ def test_gradients_pass_through_every_form_of_weight(cfg, width, stored):
         assert distance < (rounded if width.startswith("int") else 1e-4), name
 
 
-def test_a_prefix_of_units_takes_a_prefix_of_the_adapter():
-    weight = Adapted(jnp.ones((6, 4)), jnp.arange(12.0).reshape(2, 6), jnp.ones((2, 4)))
-    part = take_units(weight, 4)
-    assert part.shape == (4, 4)
-    np.testing.assert_array_equal(dequantize(part, jnp.float32), dequantize(weight, jnp.float32)[:4])
-    stack = Adapted(jnp.ones((3, 6, 4)), jnp.arange(36.0).reshape(3, 2, 6), jnp.arange(24.0).reshape(3, 2, 4))
-    np.testing.assert_array_equal(
-        dequantize(unit_at(stack, jnp.int32(1)), jnp.float32), dequantize(stack, jnp.float32)[1]
-    )
-
-
 def test_adapters_of_lower_rank_and_fewer_targets_fit_one_graph():
     lora = LoraConfig(rank=2, alpha=4, targets=("attn.q",))
     adapter = random_adapter(TINY, lora)
@@ -265,15 +254,3 @@ def test_adapters_of_a_model_and_of_a_sub_model_add_up():
         assert expected.any()
         found = change_of(name, [(whole, 0.5), (part, 2.0)], rank)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("more", [0, 1, 7])
-def test_ranks_of_the_adapters_come_first(more):
-    """The others are zeros, as is all of a parameter that no adapter changes."""
-    adapter, name = ranked_adapter(LLAMA, {"layers.0.attn.q": 2}, 2), "layers.0.attn.q"
-    left, right = summed_factors(name, param_specs(LLAMA)[name].shape, [(adapter, 1.0)], 2 + more)
-    np.testing.assert_array_equal(left[:2], np.moveaxis(adapter[f"{name}.left"], -1, 0))
-    np.testing.assert_array_equal(right[:2], adapter[f"{name}.right"])
-    assert not left[2:].any()
-    assert not right[2:].any()
-    assert not change_of("layers.0.attn.o", [(adapter, 1.0)], 2 + more).any()

@@ -15,9 +15,11 @@ from jaxllm.elastic.ladder import shared_sub_model, sub_model
 from jaxllm.kernels import converted
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
-from jaxllm.models.layer_stack import STACK, by_stacking, layer_of, one_by_one
-from jaxllm.models.parameters import param_specs
-from jaxllm.quant import Adapted, Bfloat16Bits, OwnProduct, by_form, dequantize, quantize, to_blocks
+from jaxllm.models.layer_stack import STACK, by_stacking
+from jaxllm.models.lora import LoraConfig, adapt, init_adapter
+from jaxllm.models.parameters import init_params, param_specs
+from jaxllm.models.scanned_layers import scan_runs, stack_name, stacked, unstacked
+from jaxllm.quant import Adapted, Bfloat16Bits, OwnProduct, by_form, quantize, to_blocks
 from jaxllm.quant.parts import StackEntry, stack_entries
 from tests.kernels.switching import fall_back
 from tests.models.configs import CAPACITY, CONFIGS, PLAIN, TOKENS, jit, params_of
@@ -204,32 +206,6 @@ def test_what_is_beside_stacks_gets_rows_of_its_own(monkeypatch):
     same(cfg, params, stack)
 
 
-def test_layers_in_several_stacks_keep_their_order(monkeypatch):
-    fall_back(monkeypatch)
-    cfg = DEEP["plain"]
-    params = in_matrices(cfg, functools.partial(stored, "int8"))
-    same(cfg, params, by_stacking(entries(params, [(0, 3), (1, 2)]), cfg))
-
-
-def test_one_layer_of_a_stack_is_its_parameters():
-    cfg = DEEP["everything"]
-    params = in_matrices(cfg, functools.partial(stored, "int8"))
-    for layer, own in enumerate(one_by_one(by_stacking(params, cfg), cfg)):
-        found, known = layer_of(own, layer), layer_of(params, layer)
-        for name in ("attn.q", "attn.o", "ffn.down"):
-            np.testing.assert_array_equal(
-                dequantize(found[name], jnp.float32), dequantize(known[name], jnp.float32)
-            )
-        np.testing.assert_array_equal(found.vector("attn.q_bias"), known.vector("attn.q_bias"))
-
-
-def test_an_entry_on_the_host_is_a_view():
-    params = entries(in_matrices(PLAIN, functools.partial(stored, "int8")), [range(PLAIN.layers)])
-    entry = params["layers.1.ffn.up"].data
-    assert np.shares_memory(np.asarray(entry), np.asarray(entry.stack))
-    assert entry.nbytes == np.asarray(entry).nbytes
-
-
 def traced(cfg, form="int8"):
     params = by_stacking(in_matrices(cfg, functools.partial(stored, form)), cfg)
     cache = new_cache(cfg, batch=1, tokens=CAPACITY, dtype=jnp.float32)
@@ -256,3 +232,71 @@ def test_a_loop_over_layers_gathers_nothing(monkeypatch):
     (loop,) = [each for each in traced(DEEP["plain"]).jaxpr.eqns if each.primitive.name in ("scan", "while")]
     assert "dynamic_slice" in str(loop)
     assert "gather" not in str(loop)
+
+
+FIVE = dataclasses.replace(PLAIN, layers=5, attention_windows=())
+ALTERNATING = dataclasses.replace(FIVE, attention_windows=(3, 0, 3, 0, 3))
+SPARSE = dataclasses.replace(CONFIGS["experts"], layers=4, attention_windows=(), sparse_layers=())
+WHOLE, LESS = (LayerUnits(kv_heads=PLAIN.kv_heads, neurons=n) for n in (PLAIN.ffn_size, PLAIN.ffn_size // 2))
+LEVEL = dataclasses.replace(FIVE, layer_units=(WHOLE, LESS, LESS, WHOLE, LESS))
+TEXTS = jnp.asarray(np.random.default_rng(0).integers(0, PLAIN.vocab_size, (2, 12)), jnp.int32)
+STARTS = jnp.asarray([[0] * 5 + [5] * 7, [0] * 12], jnp.int32)
+
+
+def test_equal_layers_are_runs():
+    def told(cfg):
+        return [(run.first, run.period, run.repeats) for run in scan_runs(cfg)]
+
+    assert told(FIVE) == [(0, 1, 5)]
+    assert told(ALTERNATING) == [(0, 2, 2), (4, 1, 1)]
+    assert told(LEVEL) == [(0, 1, 1), (1, 1, 2), (3, 1, 1), (4, 1, 1)]
+    assert stack_name(ALTERNATING, "layers.3.attn.q") == ("stacks.1.attn.q", 1)
+    assert stack_name(ALTERNATING, "layers.4.attn.q") == ("layers.4.attn.q", -1)
+    assert stack_name(ALTERNATING, "head") == ("head", -1)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize(
+    "cfg", [FIVE, ALTERNATING, SPARSE, LEVEL], ids=["equal", "windows", "experts", "level"]
+)
+def test_a_loop_has_the_outputs_and_gradients_of_single_layers(cfg, remat):
+    params = init_params(cfg, jax.random.key(0))
+
+    def loss(params):
+        if not cfg.experts:
+            return decoder.forward_documents(params, TEXTS, STARTS, cfg=cfg, remat=remat).std(), ()
+        hidden, routing = decoder.forward_documents_with_routing(params, TEXTS, STARTS, cfg=cfg, remat=remat)
+        return hidden.std() + routing.weights.std(), routing
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (one, routing), gradients = run(params)
+    (other, its_routing), stacks = run(stacked(params, cfg))
+    np.testing.assert_allclose(one, other, rtol=1e-5)
+    apart = unstacked(stacks, cfg)
+    for name, gradient in gradients.items():
+        np.testing.assert_allclose(apart[name], gradient, atol=2e-5, err_msg=name)
+    for each, its in zip(jax.tree.leaves(routing), jax.tree.leaves(its_routing), strict=True):
+        np.testing.assert_allclose(each, its, atol=1e-5)
+
+
+def test_adapters_are_stacked_beside_their_weights():
+    params, lora = init_params(FIVE, jax.random.key(0)), LoraConfig(rank=2)
+    adapter = {
+        name: each + np.float32(0.01) for name, each in init_adapter(FIVE, lora, jax.random.key(1)).items()
+    }
+    alone = decoder.forward_documents(adapt(params, adapter, 1.5), TEXTS, cfg=FIVE)
+    beside = adapt(stacked(params, FIVE), stacked(adapter, FIVE), 1.5)
+    np.testing.assert_allclose(decoder.forward_documents(beside, TEXTS, cfg=FIVE), alone, atol=1e-5)
+
+
+def test_a_step_of_many_layers_has_no_more_code():
+    def operations(layers):
+        cfg = dataclasses.replace(PLAIN, layers=layers, attention_windows=())
+        shapes = jax.eval_shape(lambda: stacked(init_params(cfg, jax.random.key(0)), cfg))
+
+        def loss(params):
+            return decoder.forward_documents(params, TEXTS, cfg=cfg, remat="full").std()
+
+        return jax.jit(jax.grad(loss)).lower(shapes).as_text().count(" = ")
+
+    assert operations(24) == operations(4)

@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import json
-import math
 
 import chex
 import jax
@@ -13,7 +11,6 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.models import tiny_lm as tlm
-from jaxllm.models.encoder.config import EncoderConfig
 from jaxllm.models.encoder.mobilebert import encoder_shapes
 from jaxllm.models.tiny_lm import TlmConfig, grow_vocabulary, tlm_from_encoder, tlm_shapes
 from jaxllm.quant import quantize
@@ -38,23 +35,6 @@ def head_encoder(params, head):
     return {name: params.get(f"{head}.{name}", params.get(name)) for name in encoder_shapes(TLM.encoder)}
 
 
-def test_shapes():
-    shapes = tlm_shapes(TLM)
-    assert shapes["score.keep"] == (1, 16)
-    assert shapes["decide.model"] == (4, 16)
-    assert shapes["decide.prompt_bias"] == (5,)
-    layers = {
-        name.partition("layers.")[0] + name.partition("layers.")[2][:1]
-        for name in shapes
-        if "layers." in name
-    }
-    assert layers == {"0", "score.1", "score.2", "decide.1", "decide.2"}
-    everything = dataclasses.replace(TLM, shared_layers=3)
-    outputs = (1 + 4 + 5) * (16 + 1)
-    count = sum(np.prod(shape) for shape in tlm_shapes(everything).values())
-    assert count == sum(map(math.prod, encoder_shapes(TLM.encoder).values())) + outputs
-
-
 def test_heads_are_encoders():
     """Each one what its whole encoder and its output compute, and both at once what they compute apart."""
     params = random_params()
@@ -72,17 +52,6 @@ def test_heads_are_encoders():
     chex.assert_type([keep, model, prompt], jnp.float32)
     apart = [jit(functools.partial(each, cfg=TLM))(params, TOKENS, MASK) for each in (tlm.score, tlm.decide)]
     chex.assert_trees_all_close(apart, [keep, (model, prompt)], atol=1e-5, rtol=1e-7, strict=True)
-
-
-def test_training_one_head_leaves_the_other():
-    @jit
-    def gradients(params):
-        return jax.grad(lambda params: tlm.score(params, TOKENS, MASK, cfg=TLM)[MASK].sum())(params)
-
-    moved = {name for name, value in gradients(random_params()).items() if np.any(value)}
-    for part in ("embed.tokens", "layers.0.attn.q", "score.layers.1.attn.q", "score.layers.2.widen"):
-        assert part in moved
-    assert not {name for name in moved if name.startswith("decide.")}
 
 
 def test_both_heads_begin_as_the_encoder():
@@ -120,17 +89,6 @@ def test_new_rows_are_orthogonal():
     assert np.abs(table[23:] - other["embed.tokens"][23:]).max() > 0.1
 
 
-def test_reserved_rows_become_orthogonal():
-    params, ids = random_params(), (3, 9, 1)
-    apart = tlm.separate_tokens(params, ids, KEY)
-    old, table = params["embed.tokens"], np.asarray(apart["embed.tokens"])
-    others = [row for row in range(23) if row not in ids]
-    np.testing.assert_array_equal(table[others], old[others])
-    length = np.linalg.norm(old, axis=1).mean()
-    np.testing.assert_allclose(table[list(ids)] @ table[list(ids)].T, np.eye(3) * length**2, atol=1e-4)
-    assert apart.keys() == params.keys()
-
-
 def test_marks_that_are_refused():
     for extra in (0, 7, True, 1.0):
         with pytest.raises(ConfigError, match=r"whole number in \[1, 6\]"):
@@ -138,14 +96,6 @@ def test_marks_that_are_refused():
     table = quantize(random_params()["embed.tokens"], bits=8, axis=-1)
     with pytest.raises(ConfigError, match="quantized"):
         grow_vocabulary({**random_params(), "embed.tokens": table}, TLM, 2, KEY)
-
-
-def test_json():
-    assert TlmConfig.from_json(json.loads(json.dumps(TLM.to_json()))) == TLM
-    assert isinstance(TLM.encoder, EncoderConfig)
-    for wrong in ({}, {**TLM.to_json(), "surprise": 1}, {**TLM.to_json(), "encoder": {"layers": 1}}):
-        with pytest.raises(ConfigError, match="malformed"):
-            TlmConfig.from_json(wrong)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import operator
 import numpy as np
 import pytest
 
-from jaxllm.config import RopeConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.architectures import ARCHITECTURES, architecture
 from jaxllm.models.parameters import parameter_count
@@ -64,29 +63,14 @@ def test_unknown_key_is_refused_and_can_be_ignored(model_type):
     assert translate(config, ignore_keys=["score_multiplier"]) == translate(least(model_type))
 
 
-def test_unknown_key_that_is_off_is_harmless():
+def test_unknown_keys_that_are_off_or_in_a_section_and_inert_ones():
     assert translate(llama(new_thing=None, other_thing=False)) == translate(llama())
     # Zero is a number that may mean something.
     refused(llama(new_scale=0), "'new_scale'")
-
-
-def test_unknown_key_in_a_section():
     scaling = {"rope_type": "linear", "factor": 2.0, "shift": 3}
     refused(llama(rope_scaling=scaling), "'rope_scaling.shift'", "3")
     assert translate(llama(rope_scaling=scaling), ignore_keys=["rope_scaling.shift"]).rope.factor == 2.0
-
-
-def test_unsupported_values_can_be_ignored():
-    config = {"model_type": "stablelm", "qk_layernorm": True}
-    refused(config, "'qk_layernorm'")
-    assert translate(config, ignore_keys=["qk_layernorm"]) == translate(least("stablelm"))
-
-
-def test_key_in_use_cannot_be_ignored():
     refused(llama(), "'hidden_size'", "in use", ignore_keys=["hidden_size"])
-
-
-def test_inert_keys():
     inert = {
         "architectures": ["LlamaForCausalLM"], "bos_token_id": 1, "initializer_range": 0.5, "use_cache": True,
         "attention_dropout": 0.3, "torch_dtype": "bfloat16", "dtype": "bfloat16", "auto_map": {"x": "y.py"},
@@ -103,22 +87,13 @@ def test_inert_keys():
         (llama(quantization_config={"bits": 4}), ["'quantization_config'", "float weights"]),
         (llama(rope_interleaved=True), ["'rope_interleaved'", "unknown"]),
         (llama(hidden_act="mish"), ["'hidden_act'", "'mish'"]),
-        (llama(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
         (llama(head_dim=None, num_attention_heads=5), ["64", "5 heads"]),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, ["inverse_layer_idx' is True"]),
-        ({"model_type": "gpt2", "add_cross_attention": True}, ["'add_cross_attention'"]),
         ({"model_type": "opt", "do_layer_norm_before": False}, ["'do_layer_norm_before'", "opt-350m"]),
-        ({"model_type": "opt", "word_embed_proj_dim": 512}, ["'word_embed_proj_dim'", "512", "768"]),
-        ({"model_type": "opt", "_remove_final_layer_norm": True}, ["'_remove_final_layer_norm'"]),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, ["'use_bidirectional_attention'"]),
-        ({"model_type": "gemma", "use_bidirectional_attention": True}, ["'use_bidirectional_attention'"]),
         ({"model_type": "stablelm", "use_parallel_residual": True}, ["'use_parallel_residual'", "12B"]),
-        ({"model_type": "stablelm", "qk_layernorm": True}, ["'qk_layernorm'", "12B"]),
-        ({"model_type": "stablelm", "head_dim": 64}, ["'head_dim'", "unknown"]),
         ({"model_type": "phi", "qk_layernorm": True}, ["'qk_layernorm'", "not implemented"]),
-        ({"model_type": "phi", "tie_word_embeddings": True}, ["'tie_word_embeddings'", "of its own"]),
         ({"model_type": "granite", "residual_multiplier": 0.0}, ["'residual_multiplier'", "0.0"]),
-        ({"model_type": "granitemoehybrid", "num_local_experts": 0}, ["'layer_types'", "Mamba"]),
         (
             {"model_type": "granitemoehybrid", "num_hidden_layers": 2, "layer_types": ["mamba", "attention"]},
             ["'layer_types'", "Mamba", "not implemented"],
@@ -128,27 +103,19 @@ def test_inert_keys():
             ["'num_local_experts'", "experts"],
         ),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, ["'no_rope_layers'", "36 times"]),
-        ({"model_type": "smollm3", "no_rope_layer_interval": 0}, ["'no_rope_layer_interval'", "0"]),
         ({"model_type": "exaone4", "sliding_window_pattern": "LX"}, ["'sliding_window_pattern'", "'LX'"]),
-        ({"model_type": "exaone4", "sliding_window_pattern": -2}, ["'sliding_window_pattern'", "-2"]),
-        ({"model_type": "qwen2_moe", "decoder_sparse_step": 0}, ["'decoder_sparse_step'", "0"]),
-        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, ["'attn_logit_softcapping'"]),
         ({"model_type": "gemma2", "sliding_window": None}, ["sliding layers", "None"]),
         ({"model_type": "phi3", "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ["'longrope'"]),
         ({"model_type": "phi3", "rope_scaling": {"type": "yarn", "factor": 2.0}}, ["'yarn'", "phi3"]),
         (llama(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), ["'dynamic'", "llama3, yarn"]),
         (llama(rope_scaling={"rope_type": "linear"}), ["'linear'", "'factor'"]),
-        (llama(rope_scaling={"rope_type": "llama3", "factor": 8.0}), ["'llama3'", "'low_freq_factor'"]),
         (
             llama(rope_scaling={"type": "linear", "factor": 2.0}, rope_parameters={"rope_theta": 5.0}),
             ["both 'rope_parameters' and 'rope_scaling'"],
         ),
         ({"model_type": "mixtral", "num_local_experts": 0}, ["0 experts", "dense"]),
-        ({"model_type": "mixtral", "num_experts_per_tok": 9}, ["experts_per_token", "[1, 8]", "9"]),
         ({"model_type": "qwen3_moe", "num_experts": 4, "num_local_experts": 8}, ["(8)", "(4)", "one number"]),
         ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, ["'decoder_sparse_step'", "0"]),
-        ({"model_type": "qwen3_moe", "decoder_sparse_step": 99}, ["sparse_layers", "no layer"]),
-        ({"model_type": "qwen3_moe", "mlp_only_layers": 3}, ["'mlp_only_layers'", "list", "3"]),
         ({"model_type": "qwen3_moe", "mlp_only_layers": [True]}, ["'mlp_only_layers'", "[True]"]),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, ["'layer_types'", "1 entries", "32"]),
         (
@@ -159,20 +126,6 @@ def test_inert_keys():
 )  # fmt: skip
 def test_unsupported_values_are_named(config, parts):
     refused(config, *parts)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("hidden_size", "64"), ("hidden_size", 64.0), ("hidden_size", True), ("hidden_size", None),
-        ("rms_norm_eps", "1e-5"), ("rms_norm_eps", float("nan")), ("rms_norm_eps", float("inf")),
-        ("tie_word_embeddings", 1), ("hidden_act", 3), ("rope_scaling", [1]), ("vocab_size", -1),
-        ("vocab_size", 10**12), ("num_key_value_heads", 3), ("rope_theta", 0.0),
-    ],
-)  # fmt: skip
-def test_malformed_values(key, value):
-    with pytest.raises(ConfigError):
-        translate(llama(**{key: value}))
 
 
 HOSTILE = [
@@ -202,18 +155,6 @@ def test_hostile_values_give_a_config_or_a_config_error(model_type):
                 assert rope is None or np.isfinite(inverse_frequencies(rope)[0]).all()
 
 
-def test_three_spellings_of_one_scaling():
-    scaling = {
-        "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }  # fmt: skip
-    new = llama(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling})
-    old = llama(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling})
-    oldest = llama(rope_theta=5e5, rope_scaling={"type": "llama3", **scaling})
-    expected = RopeConfig(dim=16, theta=5e5, kind="llama3", factor=8.0, original_window_tokens=8192)
-    assert translate(new).rope == translate(old).rope == translate(oldest).rope == expected
-
-
 def test_yarn_defaults():
     yarn = {"rope_type": "yarn", "factor": 4.0}
     rope = translate(llama(max_position_embeddings=2048, rope_scaling=yarn)).rope
@@ -224,23 +165,6 @@ def test_yarn_defaults():
     assert beside.original_window_tokens == 512
     given = translate(llama(rope_scaling={**yarn, "attention_factor": 0.5})).rope
     assert given.attention_factor == 0.5
-
-
-def test_gemma3_spellings():
-    base = {"model_type": "gemma3_text", "num_hidden_layers": 4}
-    scaling = {"rope_type": "linear", "factor": 8.0}
-    ropes = {
-        "full_attention": {**scaling, "rope_theta": 2e6},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
-    }
-    layers = ["sliding_attention", "full_attention"] * 2
-    new = translate({**base, "layer_types": layers, "rope_parameters": ropes})
-    old_ropes = {"rope_theta": 2e6, "rope_local_base_freq": 2e4, "rope_scaling": scaling}
-    old = translate({**base, "sliding_window_pattern": 2, **old_ropes})
-    assert new == old
-    assert old.attention_windows == (4096, 0, 4096, 0)
-    assert old.layer_rope(1) == RopeConfig(dim=256, theta=2e6, kind="linear", factor=8.0)
-    assert old.layer_rope(0) == RopeConfig(dim=256, theta=2e4)
 
 
 @pytest.mark.slow
@@ -286,12 +210,6 @@ _HALVES = {"model_type": "stablelm", "hidden_size": 64, "num_attention_heads": 2
         (_WINDOWS, {"attention_windows": (0, 0, 0)}),
         ({**_WINDOWS, "use_sliding_window": True}, {"attention_windows": (0, 7, 7)}),
         (
-            {"model_type": "gemma2", "num_hidden_layers": 3, "sliding_window": 9},
-            {"attention_windows": (9, 0, 9)},
-        ),
-        (_EXPERTS, {"sparse_layers": (True,) * 6}),
-        ({**_EXPERTS, "max_window_layers": 3}, {"attention_windows": (0,) * 6}),
-        (
             {**_EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [1, 4]},
             {
                 "sparse_layers": (False, False, False, True, False, True), "ffn_size": 6144,
@@ -301,7 +219,6 @@ _HALVES = {"model_type": "stablelm", "hidden_size": 64, "num_attention_heads": 2
         # The approximation by tanh.
         ({"model_type": "gemma", "hidden_act": "gelu"}, {"activation": "gelu_tanh"}),
         # A quarter of each head turns.
-        (_HALVES, {"rope.dim": 8}),
         ({**_HALVES, "partial_rotary_factor": 0.5}, {"rope.dim": 16}),
         (
             {"model_type": "granite", "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
@@ -310,13 +227,6 @@ _HALVES = {"model_type": "stablelm", "hidden_size": 64, "num_attention_heads": 2
         (
             {"model_type": "ministral3"},
             {"rope.kind": "yarn", "rope.query_growth": 0.1, "rope.original_window_tokens": 16384},
-        ),
-        (
-            {"model_type": "mixtral"},
-            {
-                "experts": 8, "experts_per_token": 2, "expert_ffn_size": 14336, "ffn_size": 14336,
-                "normalize_expert_weights": True, "rope.theta": 1e6,
-            },
         ),
         # Where a fraction could be, a whole number is fine.
         (llama(rope_theta=10000), {"rope.theta": 10000.0}),
@@ -334,15 +244,6 @@ _PUBLISHED = {
     "max_window_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_scaling": None,
     "sliding_window": None, "torch_dtype": "bfloat16", "use_cache": True,
 }  # fmt: skip
-# SmolLM3-3B.
-SMOLLM3 = {
-    **_PUBLISHED, "architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3", "attention_bias": False,
-    "no_rope_layers": [1, 1, 1, 0] * 9, "layer_types": ["full_attention"] * 36, "bos_token_id": 128000,
-    "eos_token_id": 128012, "pad_token_id": 128004, "intermediate_size": 11008,
-    "max_position_embeddings": 65536, "mlp_bias": False, "no_rope_layer_interval": 4,
-    "num_attention_heads": 16, "num_hidden_layers": 36, "pretraining_tp": 2, "rope_theta": 5000000.0,
-    "transformers_version": "4.54.0", "use_sliding_window": False, "vocab_size": 128256,
-}  # fmt: skip
 # Qwen3-Coder-30B-A3B-Instruct.
 QWEN3_CODER = {
     **_PUBLISHED, "architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 1, "eos_token_id": 151645,
@@ -356,7 +257,5 @@ QWEN3_CODER = {
 
 
 def test_published_configs():
-    cfg = translate(SMOLLM3)
-    assert (cfg.layers, cfg.rope.theta, cfg.rope_layers[:4]) == (36, 5e6, (True, True, True, False))
     assert round(parameter_count(translate(QWEN3_CODER)) / 1e9, 1) == 30.5
     refused({**QWEN3_CODER, "use_qk_norm": False}, "use_qk_norm")

@@ -1,4 +1,6 @@
-"""Stored weights read back: whole, row by row, and their first units; whatever their form."""
+"""Stored weights read back, whatever their form: whole, row by row, their first units; and blocks' bytes."""
+
+import dataclasses
 
 import chex
 import jax
@@ -9,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxllm.errors import ConfigError
 from jaxllm.quant import (
-    Adapted,
     Bfloat16Bits,
+    QArray,
+    blocked_shapes,
     contracted_rows,
     dequantize,
     embedding_rows,
@@ -21,10 +23,11 @@ from jaxllm.quant import (
     take_units,
     to_blocks,
 )
+from jaxllm.quant.blocks import blocked_levels, blocked_scales
 from jaxllm.quant.formats import pack, packed_columns, unpack
 from tests.kernels.drawing import WIDTHS as KERNEL_WIDTHS
 from tests.kernels.drawing import weight_of as drawn_weight
-from tests.quant.plain import wide
+from tests.quant.plain import levels_of, step_of, wide
 from tests.quick_jit import jit
 from tests.variants import every_variant
 
@@ -84,15 +87,6 @@ def test_dequantize_is_levels_times_scale(shape, axis, bits, group, form, varian
     chex.assert_shape([got, weight], shape)
     assert weight.ndim == len(shape)
     np.testing.assert_allclose(got, wide(weight), rtol=1e-6)
-
-
-@every_form
-@every_width
-def test_dequantize_to_bfloat16(bits, group, form):
-    weight = form(quantize(normal((5, 70)), bits=bits, axis=-1, group=group))
-    got = dequantize_jit(weight, jnp.dtype(jnp.bfloat16))
-    chex.assert_type(got, jnp.bfloat16)
-    np.testing.assert_allclose(np.asarray(got, np.float64), wide(weight), rtol=2**-7)
 
 
 def test_bfloat16_bits_widen_exactly():
@@ -170,12 +164,6 @@ def test_prefix_of_units_is_prefix_of_the_whole(bits, group, axis, units, form):
         np.testing.assert_allclose(dequantize_jit(take_units(stack, 2), F32), wide(stack)[:2], rtol=1e-6)
 
 
-def test_prefix_of_floats():
-    weight = normal((6, 5))
-    np.testing.assert_array_equal(take_units(jnp.asarray(weight), 4), weight[:4])
-    np.testing.assert_array_equal(wide(take_units(bits_of(weight), 4)), wide(bits_of(weight))[:4])
-
-
 @every_width
 def test_prefixes_of_prefixes(bits, group):
     """And back to columns, for a device without native kernels: only the units it has."""
@@ -185,14 +173,6 @@ def test_prefixes_of_prefixes(bits, group):
     columns = from_blocks(part)
     assert columns.data.shape[0] == 33
     np.testing.assert_array_equal(wide(columns), wide(part))
-
-
-@every_form
-@pytest.mark.parametrize("count", [0, -1, 6])
-def test_units_that_are_not_there_are_refused(count, form):
-    weight = form(quantize(normal((5, 40)), bits=8, axis=-1))
-    with pytest.raises(ConfigError, match=f"5 units has no first {count}"):
-        take_units(weight, count)
 
 
 # Rows by the inputs that they are multiplied with
@@ -217,18 +197,107 @@ def test_contracted_rows_of_blocks(width, variant):
         np.testing.assert_array_equal(got, contracted(weight, last=last))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_contracted_rows_of_other_forms(bits):
-    draw = np.random.default_rng(0)
-    out, back = draw.normal(size=(3, 11, 100)), draw.normal(size=(4, 25, 37))
-    forms = [(jnp.asarray(out, jnp.float32), True), (jnp.asarray(back, jnp.float32), False)]
-    forms += [(quantize(out, bits=bits, axis=-1), True), (quantize(back, bits=bits, axis=-2), False)]
-    for weight, last in forms:
-        np.testing.assert_array_equal(
-            contracted_rows(weight, INDEX, last=last), contracted(weight, last=last)
-        )
-    # What an adapter changes is no business of the weight's rows.
-    base, left, right = forms[0][0], jnp.ones((1, 3, 11)), jnp.ones((1, 100))
-    np.testing.assert_array_equal(
-        contracted_rows(Adapted(base, left, right), INDEX, last=True), contracted(base, last=True)
-    )
+BLOCK_WIDTHS = [(8, 0), (8, 32), (8, 64), (4, 32), (4, 64), (2, 32), (2, 64)]
+every_block_width = pytest.mark.parametrize(("bits", "group"), BLOCK_WIDTHS, ids=str)
+every_axis = pytest.mark.parametrize("axis", [-1, -2])
+BLOCK_SHAPES = [(1, 1), (16, 32), (17, 33), (70, 65), (3, 20, 40), (2, 40, 20)]
+
+
+def quantized(shape, bits, group, axis, seed=0) -> QArray:
+    weight = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    return quantize(weight, bits=bits, axis=axis, group=group)
+
+
+def counted(shape, bits, axis) -> QArray:
+    """Levels that tell places apart: 8 bits `16·r + c` (mod 256), 4 bits `r + 3·c` (mod 16)."""
+    row, column = np.indices(shape)
+    if bits == 8:
+        data = (16 * row + column).astype(np.uint8).view(np.int8)
+        scale = np.ones((shape[0], 1) if axis == -1 else (1, shape[1]), np.float32)
+        return QArray(data=data, scale=scale, bits=8, group=0, axis=axis, columns=shape[1])
+    data = pack((row + 3 * column) % 16 - 8, 4)
+    groups = (shape[0], -(-shape[1] // 32)) if axis == -1 else (-(-shape[0] // 32), shape[1])
+    scale = np.ones(groups, np.float16)
+    return QArray(data=data, scale=scale, bits=4, group=32, axis=axis, columns=shape[1])
+
+
+# Bytes
+
+
+def test_bytes_of_a_block():
+    """16 outputs × 32 inputs: four inputs of output 0, of output 1, ...; then the next four inputs."""
+    got = to_blocks(counted((16, 32), 8, -1)).data
+    assert got.shape == (1, 1, 512)
+    block = got.view(np.uint8)[0, 0]
+    assert block[:8].tolist() == [0, 1, 2, 3, 16, 17, 18, 19]
+    assert block[60:68].tolist() == [240, 241, 242, 243, 4, 5, 6, 7]
+    assert block[-4:].tolist() == [12, 13, 14, 15]  # 16·15 + 28... mod 256
+    # The same matrix as inputs × outputs is the same block.
+    turned = counted((16, 32), 8, -1)
+    turned = dataclasses.replace(turned, data=turned.data.T, scale=turned.scale.T, axis=-2, columns=16)
+    np.testing.assert_array_equal(to_blocks(turned).data.reshape(-1), got.reshape(-1))
+
+
+# Both ways
+
+
+@every_block_width
+@every_axis
+@pytest.mark.parametrize("shape", BLOCK_SHAPES, ids=str)
+def test_blocks_stand_for_the_same_weight(shape, axis, bits, group):
+    weight = quantized(shape, bits, group, axis)
+    blocked = to_blocks(weight)
+    shapes = blocked_shapes(shape, bits=bits, group=group, axis=axis)
+    chex.assert_shape([blocked.data, blocked.scale], shapes)
+    types = [np.int8 if bits == 8 else np.uint8, np.float16 if group else np.float32]
+    chex.assert_type([blocked.data, blocked.scale], types)
+    assert blocked.data.flags.c_contiguous
+    assert blocked.scale.flags.c_contiguous
+    np.testing.assert_array_equal(levels_of(blocked), levels_of(weight))
+    np.testing.assert_array_equal(step_of(blocked), step_of(weight))
+    np.testing.assert_array_equal(blocked_levels(blocked), levels_of(weight))
+    np.testing.assert_array_equal(blocked_scales(blocked), weight.scale)
+    # Arrays, and in the structure of the tree all else: bits, group, axis and columns.
+    chex.assert_trees_all_equal(from_blocks(blocked), weight, strict=True)
+
+
+@every_block_width
+@every_axis
+def test_padding_weighs_nothing(axis, bits, group):
+    """Outputs and inputs that are not there are zeros (8 in a nibble), whatever is read of them."""
+    weight = quantized((2, 20, 40) if axis == -2 else (20, 40), bits, group, axis)
+    blocked = to_blocks(weight)
+    # Everything that the blocks hold, as if it were all part of the weight.
+    if axis == -1:
+        whole = dataclasses.replace(blocked, shape=(32, 64), group=0, scale=np.ones(32, np.float32))
+        inside = np.s_[:20, :40]
+    else:
+        whole = dataclasses.replace(blocked, shape=(2, 32, 48), group=0, scale=np.ones((2, 48), np.float32))
+        inside = np.s_[:, :20, :40]
+    levels = levels_of(whole)
+    np.testing.assert_array_equal(levels[inside], levels_of(weight))
+    # No level of two bits is zero: padding inputs meet activations that are.
+    padding = -1 if bits == 2 else 0
+    levels[inside] = padding
+    assert np.all(levels == padding)
+    assert np.count_nonzero(blocked.scale) == np.count_nonzero(weight.scale)
+
+
+@every_axis
+@pytest.mark.parametrize("shape", BLOCK_SHAPES, ids=str)
+def test_minima_stand_behind_the_scales_of_their_panel(shape, axis):
+    weight = np.random.default_rng(0).standard_normal(shape).astype(np.float32) + np.float32(0.5)
+    stored = quantize(weight, bits=4, axis=axis, group=32, minima=True)
+    blocked = to_blocks(stored)
+    shapes = blocked_shapes(shape, bits=4, group=32, axis=axis, minima=True)
+    chex.assert_shape([blocked.data, blocked.scale], shapes)
+    assert blocked.minima
+    np.testing.assert_array_equal(wide(blocked), wide(stored))
+    np.testing.assert_allclose(np.asarray(dequantize(blocked, jnp.float32)), wide(stored), rtol=1e-6)
+    chex.assert_trees_all_equal(from_blocks(blocked), stored, strict=True)
+    # All 16 levels lie between a group's smallest and largest weight, but for clipping and halves.
+    spread = np.max(weight, axis=axis) - np.min(weight, axis=axis)
+    assert np.all(np.abs(wide(stored) - weight) <= np.expand_dims(spread, axis) * 0.12 + 1e-3)
+
+
+# Parts

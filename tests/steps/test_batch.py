@@ -122,15 +122,6 @@ def two():
     return cfg, params, [begun(cfg, params, row) for row in range(2)]
 
 
-def test_rows_go_on_from_dispatch_to_dispatch(two):
-    cfg, params, rows = two
-    for limits in ((3, 1), (BLOCK, 4)):
-        ends = [(stops(), limit) for limit in limits]
-        found, counts, caches, samplers = check(cfg, params, rows, ends)
-        last = [found[row, counts[row] - 1] for row in range(2)]
-        rows = list(zip(map(np.asarray, last), caches, samplers, strict=True))
-
-
 def test_a_row_ends_at_its_own_stop_token(two):
     cfg, params, rows = two
     found, *_ = check(cfg, params, rows, [(stops(), BLOCK)] * 2)
@@ -149,21 +140,6 @@ def test_a_row_whose_logits_are_not_finite_ends_alone(two):
     found, counts, *_ = check(cfg, params, rows, [(stops(), BLOCK)] * 2)
     assert found[0, 0] == -1
     assert counts.tolist() == [1, BLOCK]
-
-
-def test_a_full_cache_beside_one_with_room(two):
-    """What ended at the end of its cache writes nothing while others go on."""
-    cfg, params, rows = two
-    token, cache, sampler = rows[0]
-    rows[0] = token, dataclasses.replace(cache, length=jnp.int32(CAPACITY - 2)), sampler
-    _, _, after, _ = check(cfg, params, rows, [(stops(), 2), (stops(), BLOCK)])
-    assert int(after[0].length) == CAPACITY
-
-
-def test_floats_of_other_widths_and_caches_without_mass():
-    cfg, params = model("gemma2", 8)
-    rows = [begun(cfg, params, row, dtype="float32", mass=False) for row in range(2)]
-    check(cfg, params, rows, [(stops(), BLOCK), (stops(), 3)])
 
 
 def test_one_trace_serves_all_lengths_limits_and_samplings(compiles):

@@ -1,6 +1,8 @@
-"""A step of flat arrays against the decoder that it is made of."""
+"""Steps of flat arrays, and the sampling in them, against the decoder and sampler that they are made of."""
 
+import dataclasses
 import functools
+import itertools
 
 import chex
 import jax
@@ -8,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.export.folder_format.signature import MASK, POSITIONS, TOKENS, cache_shapes
-from jaxllm.export.steps.exported import StepOptions, run_step, run_tree
+from jaxllm import sampling
+from jaxllm.export.folder_format.signature import MASK, POSITIONS, STOP_IDS, TOKENS, cache_shapes, controls
+from jaxllm.export.steps import exported
+from jaxllm.export.steps.exported import StepOptions, one_by_one, run_step, run_tree
 from jaxllm.models.decoder import forward, logits
+from jaxllm.sampling import by_loop
+from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
 from tests.tiny import TINY, tiny_params
 
 CONTEXT = 24
@@ -57,15 +63,6 @@ def test_a_padded_chunk_and_a_step_give_what_the_whole_text_gives(padding):
     np.testing.assert_allclose(out["logits"][0, 0], whole(TEXT[:12])[-1], rtol=1e-4, atol=1e-5)
 
 
-def test_padding_is_written_nowhere():
-    state = caches(fill=7.0)
-    out = fed(5, state=state)
-    chex.assert_trees_all_equal_shapes_and_dtypes(out, state)
-    for name, rows in out.items():
-        assert (np.asarray(rows)[:, :, 5:] == 7.0).all(), name
-        assert (np.asarray(rows)[:, :, :5] != 7.0).any(), name
-
-
 def test_a_chunk_over_the_end_leaves_older_rows_alone():
     """`dynamic_update_slice` would move a chunk of 16 at row 20 of 24 back onto rows 8 to 23."""
     before = fed(4, at=16, state=fed(16))
@@ -94,3 +91,50 @@ def test_every_path_of_a_tree_is_a_text_of_its_own():
         want = whole(np.array(path, np.int32))[-1]
         np.testing.assert_allclose(out["logits"][0, node], want, rtol=1e-4, atol=1e-5, err_msg=str(node))
     assert (np.asarray(out["kv_cache_k_0"])[:, :, 12:] == 0).all()
+
+
+VOCAB = 61
+STOPS = np.full(STOP_IDS, -1, np.int32)
+ROWS = np.random.default_rng(0).normal(size=(6, 1, VOCAB)).astype(np.float32) * 3
+# Ties at the threshold of every filter.
+ROWS[1, 0, :20] = 1.5
+CASES = [
+    Sampling(),
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.05, top_k=1),
+    Sampling(temperature=1.5, top_k=7, top_p=0.8, min_p=0.03),
+    Sampling(temperature=1.0, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3),
+    Sampling(repetition_penalty=3.0, logit_bias=((3, -np.inf), (5, 4.0))),
+]
+
+
+@pytest.fixture(scope="module")
+def chosen():
+    """The choices of both modules, compiled once for all options."""
+
+    def each(repeat):
+        def choose(row, given, done):
+            return exported.choose(row, given, given["counts"], done, repeat)
+
+        return jax.jit(choose)
+
+    return each(by_loop), each(one_by_one), jax.jit(sampling.choose)
+
+
+def test_the_same_tokens(chosen):
+    looped, unrolled, wanted = chosen
+    for options, (index, row) in itertools.product(CASES, enumerate(ROWS)):
+        state = sampler_state(options, [1, 2, 3], VOCAB, 77 + (index << 40))
+        state.counts[0, :4] = 2
+        given, done = controls(state, STOPS, 1), jnp.int32(3)
+        later = wanted(row, dataclasses.replace(state, drawn=np.int32(3)))
+        assert looped(row, given, done) == unrolled(row, given, done) == later, options
+
+
+def test_logits_that_are_no_numbers_give_no_token(chosen):
+    looped, unrolled, _ = chosen
+    row = ROWS[0].copy()
+    row[0, 9] = np.nan
+    for options in (Sampling(), Sampling(temperature=1.0)):
+        given = controls(sampler_state(options, [], VOCAB, 1), STOPS, 1)
+        assert looped(row, given, jnp.int32(0)) == unrolled(row, given, jnp.int32(0)) == NO_TOKEN

@@ -1,6 +1,5 @@
 """The compiled steps compute what forward, logits and sample do, however they are cut into dispatches."""
 
-import dataclasses
 import functools
 
 import chex
@@ -185,43 +184,3 @@ def test_decoding_ends_at_a_stop_token(name):
     rows, *_ = decode(PARAMS, token, cache, sampler, BlockEnd(stops, np.int32(BLOCK)))
     said = expected[: expected.index(int(token[0])) + 1] if int(token[0]) in expected else expected
     assert rows[0, : len(said)].tolist() == said
-
-
-def test_a_batch_goes_on_until_every_row_has_stopped():
-    tokens = np.array([1, 2], np.int32)
-
-    @jit
-    def run(first, stops):
-        cache = new_cache(CFG, batch=2, tokens=CAPACITY, dtype=jnp.float32)
-        state = sampler_state(Sampling(), (), V, 0)
-        state = dataclasses.replace(state, counts=np.zeros((2, V), np.int32))
-        return decode_tokens(
-            PARAMS, first, cache, state, BlockEnd(stops, np.int32(BLOCK)), cfg=CFG, block=BLOCK,
-            dtype=jnp.float32,
-        )  # fmt: skip
-
-    rows, count, *_ = run(tokens, NO_STOPS)
-    assert int(count) == BLOCK
-    first, second = np.asarray(rows)
-    assert first.tolist() != second.tolist()
-    # A stop token of the first row alone does not end it.
-    alone = next(token for token in first if token not in second)
-    assert int(run(tokens, np.array([alone, -1, -1, -1], np.int32))[1]) == BLOCK
-    stops = np.array([first[0], second[2], -1, -1], np.int32)
-    ends = [next(i for i, token in enumerate(row) if token in stops) for row in (first, second)]
-    assert int(run(tokens, stops)[1]) == max(ends) + 1 < BLOCK
-
-
-def test_scores_are_log_probabilities_of_the_targets():
-    targets = np.random.default_rng(2).integers(0, V, PADDED.shape, dtype=np.int32)
-    logits, expected_cache = reference(PARAMS, PADDED, empty_cache(), np.int32(5))
-    got, best, cache = score(PARAMS, PADDED, targets, np.int32(5), empty_cache())
-    wide = np.asarray(logits, np.float64)[0, :5]
-    expected = wide - np.log(np.exp(wide).sum(-1, keepdims=True))
-    chex.assert_shape([got, best], DIMS["BT"])
-    chex.assert_type([got, best], [jnp.float32, jnp.int32])
-    np.testing.assert_allclose(got[0, :5], expected[np.arange(5), targets[0, :5]], atol=1e-5)
-    np.testing.assert_array_equal(best[0, :5], wide.argmax(-1))
-    assert np.std(got[0, :5]) > 0.5
-    assert_same_cache(cache, expected_cache)
-    assert_untouched_after(cache, 5)

@@ -1,4 +1,4 @@
-"""Drafting and verifying with tiny models: the target's own answer, whatever the draft."""
+"""Drafting and verifying with tiny models: the target's own answer and states, whatever the draft."""
 
 import dataclasses
 import functools
@@ -9,17 +9,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import new_cache
+from jaxllm.kv.states import states_bytes
 from jaxllm.models import decoder
+from jaxllm.models.layer_stack import by_address
 from jaxllm.sampling import Sampling, sample, sampler_state
 from jaxllm.speculation.growth import Growth
 from jaxllm.speculation.token_tree import by_confidence, some_nodes
 from jaxllm.speculation.tree import new_tree
+from jaxllm.steps.model import decode_step
 from jaxllm.steps.trees import DraftEnd, draft, follow, keep_path, prune, read_nodes, verify
 from tests.copied_bytes import copied_bytes
+from tests.elastic.models import in_blocks, scaled_params
+from tests.kernels.switching import needs_native
 from tests.quick_jit import jit
 from tests.speculation.test_tree import tree_of, walk
 from tests.tiny import TINY, tiny_params
+from tests.tiny_states import CONFIGS
 
 CFG = TINY
 SMALL = dataclasses.replace(TINY, layers=1, heads=2, kv_heads=1, ffn_size=48, attention_windows=())
@@ -95,21 +102,6 @@ def test_rows_move_without_a_copy_of_the_cache(stacked, shipped_compilations):
         assert copied_bytes(compiled) < cache.keys[0].nbytes // 8, step.__name__
 
 
-@pytest.mark.slow
-def test_a_path_that_is_kept_is_as_if_it_had_been_fed():
-    tree = tree_of(PARENTS, TOKENS, room=ROOM)
-    cache = cache_of(CFG, PARAMS, PROMPT)
-    nodes = jnp.arange(ROOM, dtype=jnp.int32)
-    _, after = read(PARAMS, tree, nodes, tree.count, cache)
-    path = jnp.array([0, 1, 3, 5] + [5] * 4, jnp.int32)
-    kept = keep(after, path, jnp.int32(4))
-    fed = cache_of(CFG, PARAMS, np.concatenate([PROMPT, [[7, 11, 13, 15]]], axis=1).astype(np.int32))
-    assert int(kept.length) == int(fed.length) == 10
-    first = functools.partial(jax.tree.map, lambda rows: rows[..., :10, :])
-    ours, theirs = (first((each.keys, each.values)) for each in (kept, fed))
-    chex.assert_trees_all_close(ours, theirs, atol=1e-4, rtol=1e-7, strict=True)
-
-
 def test_a_pruned_tree_reads_on_as_before():
     # Along their paths: 1, .5, .9, .4, .1, .36; 1 and 4, the least confident ones, are dropped after 0 to 4
     # were read.
@@ -127,20 +119,6 @@ def test_a_pruned_tree_reads_on_as_before():
     assert int(cache.length) == PROMPT.shape[1]
     out, _ = read(PARAMS, left, jnp.arange(3, ROOM, dtype=jnp.int32), jnp.int32(1), cache)
     np.testing.assert_allclose(out[0], whole[5], atol=1e-4)
-
-
-def test_what_was_attended_to_goes_with_the_path():
-    tree = tree_of(PARENTS, TOKENS, room=ROOM)
-    cache = new_cache(CFG, batch=1, tokens=64, dtype=DTYPE, mass=True)
-    cache = prefill(PARAMS, PROMPT, cache, cfg=CFG)[1]
-    nodes = jnp.arange(ROOM, dtype=jnp.int32)
-    _, after = read(PARAMS, tree, nodes, tree.count, cache)
-    path = jnp.array([0, 1, 3, 5] + [5] * (ROOM - 4), jnp.int32)
-    kept = np.asarray(keep(after, path, jnp.int32(4)).mass)[0]
-    before, length = np.asarray(after.mass)[0], PROMPT.shape[1]
-    np.testing.assert_array_equal(kept[:length], before[:length])
-    np.testing.assert_array_equal(kept[length : length + 4], before[length + np.array([0, 1, 3, 5])])
-    assert not kept[length + 4 :].any()
 
 
 def test_what_was_attended_to_is_that_of_the_path_alone():
@@ -279,3 +257,85 @@ def test_every_branch_can_go_on():
         _, left, fed_then, _ = pruned(cache, tree, fed, jnp.int32(most))
         assert int(left.count) == most
         assert not leaves_that_cannot_grow(left, fed_then).size
+
+
+# The root's token is that of `tree_of`.
+ROOT = 7
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def case(request):
+    """(config, parameters, forward pass of the tokens after a cache, cache of the prompt)."""
+    cfg = CONFIGS[request.param]
+    params = {
+        name: jnp.asarray(each) * (3 if each.ndim > 1 else 1) for name, each in tiny_params(cfg).items()
+    }
+
+    @jit
+    def forward(params, tokens, cache):
+        hidden, cache = decoder.forward(params, tokens, cache, cfg=cfg)
+        return decoder.logits(params, hidden, cfg=cfg)[0], cache
+
+    _, cache = forward(params, PROMPT, new_cache(cfg, batch=1, tokens=32, dtype=DTYPE))
+    return cfg, params, functools.partial(forward, params), cache
+
+
+def greedy(forward, cache, token, count):
+    """Greedy tokens after a token, and the cache with all but the last."""
+    found = []
+    for _ in range(count):
+        out, cache = forward(np.array([[token]], np.int32), cache)
+        token = int(jnp.argmax(out[0]))
+        found.append(token)
+    return found, cache
+
+
+@pytest.mark.parametrize("right", [0, 1, 3])
+def test_the_accepted_path_is_the_greedy_one(case, right):
+    cfg, params, forward, cache = case
+    answer, after = greedy(forward, cache, ROOT, right + 1)
+    # Nodes 1, 3 and 5 are a line, whose first `right` tokens are the answer's; no other node is right.
+    line = [(token + (place >= right)) % cfg.vocab_size for place, token in enumerate([*answer, 0, 0, 0])]
+    tokens = [line[0], (answer[0] + 2) % cfg.vocab_size, line[1], (line[1] + 2) % cfg.vocab_size, line[2]]
+    tree = tree_of(PARENTS, tokens, room=ROOM)
+    sampler = sampler_state(Sampling(temperature=0), [], cfg.vocab_size, 0)
+    step = jit(functools.partial(verify, cfg=cfg, dtype=DTYPE))
+    found, count, _, kept, _ = step(params, tree, cache, sampler, np.int32(ROOM))
+    assert found[: int(count)].tolist() == answer
+    assert int(kept.length) == int(after.length)
+    for got, expected in zip(jax.tree.leaves(kept.states), jax.tree.leaves(after.states), strict=True):
+        assert np.abs(got - expected).max() < 1e-4
+    follow, _ = forward(np.array([[answer[-1]]], np.int32), kept)
+    alone, _ = forward(np.array([[answer[-1]]], np.int32), after)
+    assert np.abs(follow - alone).max() < 1e-3
+
+
+def test_a_part_of_a_tree_is_refused(case):
+    cfg, params, _, cache = case
+    tree, nodes = tree_of(PARENTS, [1] * 5, room=ROOM), jnp.arange(2, dtype=jnp.int32)
+    with pytest.raises(ConfigError, match="one token after another, or a whole tree"):
+        read_nodes(params, tree, nodes, jnp.int32(2), cache, cfg=cfg, dtype=DTYPE)
+
+
+# By kind, which layers have states (s) and which attend (a): in loops, and beside them.
+PATTERNS = {"short_conv": "ssassasasasas", "delta_rule": "sssasssasssa"}
+
+
+def deep(kind):
+    """A config of many layers, in the order of the models that people have."""
+    marked = tuple(each == "s" for each in PATTERNS[kind])
+    return dataclasses.replace(CONFIGS[kind], layers=len(marked), state_layers=marked, attention_windows=())
+
+
+@needs_native
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_token_copies_no_stack_of_states(kind, shipped_compilations):
+    cfg = deep(kind)
+    params = by_address(in_blocks(cfg, scaled_params(cfg), 8), cfg)
+    cache = new_cache(cfg, batch=1, tokens=64, dtype=jnp.float32)
+    sampler = sampler_state(Sampling(temperature=0), [], cfg.vocab_size, 0)
+    step = functools.partial(decode_step, cfg=cfg, dtype=jnp.float32)
+    decode = jax.jit(step, donate_argnums=(2, 3))
+    compiled = decode.lower(params, jnp.zeros(1, jnp.int32), cache, sampler).compile()
+    # What is copied is the sampler's.
+    assert copied_bytes(compiled) < states_bytes(cfg)

@@ -1,25 +1,9 @@
 """LFM2: layers of short gated convolutions, and layers with attention over normalized queries and keys."""
 
-from typing import Any
-
-from jaxllm.config import ModelConfig
-from jaxllm.layer_configs import StateConfig
 from jaxllm.models.architectures.llama import HEAD
-from jaxllm.models.config_parts import (
-    FULL,
-    Fields,
-    Part,
-    fixed,
-    keys,
-    only,
-    read_state_layers,
-    rope,
-    write_state_layers,
-)
+from jaxllm.models.config_parts import Fields, Part, fixed, keys, only, rope, state_layers
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.translate import Architecture, Tensor, tensors
-
-_CONV = "conv"
 
 
 def _read_ffn_size(reader: ConfigReader) -> int:
@@ -36,29 +20,10 @@ def _read_ffn_size(reader: ConfigReader) -> int:
     return -(-int(multiplier * size) // multiple) * multiple
 
 
-def _read_layers(reader: ConfigReader, fields: Fields) -> Fields:
+def _usual_states(reader: ConfigReader, fields: Fields) -> list[bool]:
     layers = range(max(fields["layers"], 0))
     attends = reader.integers("full_attn_idxs") or layers
-    taps, biased = reader.integer("conv_L_cache", 3), reader.flag("conv_bias", False)
-    states = StateConfig(kind="short_conv", taps=taps, bias=biased)
-    usual = [FULL if layer in attends else _CONV for layer in layers]
-    return {
-        **read_state_layers(reader, _CONV, usual, states),
-        "kv_heads": reader.integer("num_key_value_heads", 8),
-        "ffn_size": _read_ffn_size(reader),
-        "tied_head": reader.flag("tie_embedding", fields["tied_head"]),
-    }
-
-
-def _write_layers(cfg: ModelConfig) -> dict[str, Any]:
-    states = cfg.states
-    return {
-        "num_key_value_heads": cfg.kv_heads,
-        "intermediate_size": cfg.ffn_size,
-        "block_auto_adjust_ff_dim": False,
-        **({} if states is None else {"conv_L_cache": states.taps, "conv_bias": states.bias}),
-        **write_state_layers(cfg, _CONV),
-    }
+    return [layer not in attends for layer in layers]
 
 
 LFM2 = Architecture(
@@ -72,12 +37,22 @@ LFM2 = Architecture(
             hidden_size=(2560, "hidden_size"),
             num_hidden_layers=(32, "layers"),
             num_attention_heads=(32, "heads"),
+            num_key_value_heads=(8, "kv_heads"),
             max_position_embeddings=(128000, "window_tokens"),
             norm_eps=(1e-5, "norm_eps"),
             tie_word_embeddings=(True, "tied_head"),
         ),
         rope(1e6),
-        Part(_read_layers, _write_layers),
+        state_layers(
+            "short_conv", "conv", _usual_states, taps=("conv_L_cache", 3), bias=("conv_bias", False)
+        ),
+        Part(
+            lambda reader, fields: {
+                "ffn_size": _read_ffn_size(reader),
+                "tied_head": reader.flag("tie_embedding", fields["tied_head"]),
+            },
+            lambda cfg: {"intermediate_size": cfg.ffn_size, "block_auto_adjust_ff_dim": False},
+        ),
         fixed(qk_norm=True),
     ),
     top_tensors=tensors({"embed_tokens": "embed.tokens", "embedding_norm": "final_norm"}) + HEAD,

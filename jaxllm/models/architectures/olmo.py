@@ -15,18 +15,15 @@ from jaxllm.models.architectures.llama import (
 )
 from jaxllm.models.architectures.qwen import QWEN_MOE_LAYER
 from jaxllm.models.config_parts import (
-    FULL,
-    SLIDING,
     Fields,
     Part,
     all_but_each,
     experts,
     fixed,
     keys,
-    read_ropes_by_layer,
     read_windows,
     rope,
-    rope_parameters,
+    ropes_by_layer,
     windows,
     write_windows,
 )
@@ -46,24 +43,13 @@ OLMO2 = Architecture(
 )
 
 
-def _read_ropes(reader: ConfigReader, fields: Fields) -> Fields:
-    base = reader.number("rope_theta", 5e5)
-    return read_ropes_by_layer(reader, fields, base, base)
-
-
-def _write_ropes(cfg: ModelConfig) -> dict[str, Any]:
-    ropes = {FULL: cfg.rope, SLIDING: cfg.local_rope}
-    written = {kind: rope_parameters(each) for kind, each in ropes.items() if each is not None}
-    return {"rope_parameters": written}
-
-
 # A sliding window in three of four layers, and a rotary embedding for each kind of layer.
 OLMO3 = Architecture(
     model_type="olmo3",
     class_name="Olmo3ForCausalLM",
     parts=(
         _OLMO_KEYS,
-        Part(_read_ropes, _write_ropes),
+        ropes_by_layer(5e5),
         ATTENTION_BIAS,
         fixed(**_POST_NORMS_ONLY, joint_qk_norm=True),
         windows(4096, lambda reader, fields: all_but_each(4, fields["layers"])),

@@ -5,7 +5,7 @@ import dataclasses
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.architectures.llama import HEAD, LLAMA_LAYER, LLAMA_NORMS, LLAMA_TOP, llama_keys
-from jaxllm.models.config_parts import Fields, Part, fixed, keys, one_window, only, partial_rope, rope
+from jaxllm.models.config_parts import Fields, Part, fixed, keys, only, partial_rope, rope, windows
 from jaxllm.models.config_reader import ConfigReader
 from jaxllm.models.translate import Architecture, tensors
 
@@ -69,7 +69,7 @@ PHI3 = Architecture(
         ),
         partial_rope(),
         Part(_refuse_scaling),
-        one_window(),
+        windows(),
     ),
     top_tensors=LLAMA_TOP,
     layer_tensors=(

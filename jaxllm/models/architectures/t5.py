@@ -32,6 +32,7 @@ _FEED_FORWARDS: dict[str, tuple[bool, Activation]] = {
 _INERT_KEYS = frozenset(
     ["dense_act_fn", "is_gated_act", "dropout_rate", "initializer_factor", "output_past", "n_positions"]
 )
+_TIED = "tie_word_embeddings"
 _ENCODER_DECODER = only("is_encoder_decoder", (True,), "an encoder without a decoder gives no text")
 
 
@@ -79,7 +80,7 @@ def _keys(
             "n_positions": cfg.window_tokens,
             # None if the family has no such block.
             kind_key: kinds.get((cfg.gated_ffn, cfg.activation)),
-            "tie_word_embeddings": cfg.tied_head,
+            _TIED: cfg.tied_head,
         }
 
     plain = keys(
@@ -93,25 +94,12 @@ def _keys(
     return plain, Part(read, write)
 
 
-def _scaled(reader: ConfigReader) -> bool:
-    # Newer configs have a separate key, because they tie all heads that files lack.
-    return reader.flag("scale_decoder_outputs", reader.flag("tie_word_embeddings", True))
-
-
-def _never_scaled(reader: ConfigReader) -> bool:
-    # Files have a separate head or none, independent of their config.
-    reader.flag("tie_word_embeddings", True)
-    return False
-
-
 def _attention(layer: int, name: str, ours: str) -> tuple[Tensor, ...]:
-    """The tensors of one attention of a layer, and of its norm."""
     products = {f"layer.{layer}.{name}.{part}": f"{ours}.{part}" for part in "qkvo"}
     return tensors({f"layer.{layer}.layer_norm": f"{ours}_norm", **products})
 
 
 def _feed_forward(layer: int, block: str = "DenseReluDense") -> tuple[Tensor, ...]:
-    """The tensors of a feed-forward block, plain or gated, and of its norm."""
     lead = f"layer.{layer}.{block}"
     norm = {f"layer.{layer}.layer_norm": "ffn_norm"}
     return (
@@ -129,7 +117,8 @@ T5 = Architecture(
     class_name="T5ForConditionalGeneration",
     parts=(
         _ENCODER_DECODER,
-        *_keys("relu", _scaled),
+        # Newer configs have a separate key, because they tie all heads that files lack.
+        *_keys("relu", lambda reader: reader.flag("scale_decoder_outputs", reader.flag(_TIED, True))),
         Part(lambda reader, fields: {}, lambda cfg: {"scale_decoder_outputs": cfg.tied_head}),
     ),
     top_tensors=(
@@ -158,8 +147,10 @@ MT5 = dataclasses.replace(
     class_name="MT5ForConditionalGeneration",
     parts=(
         _ENCODER_DECODER,
-        *_keys("gated-gelu", _never_scaled, vocab_size=250112, d_ff=1024, num_heads=6, num_layers=8),
+        *_keys("gated-gelu", lambda _: False, vocab_size=250112, d_ff=1024, num_heads=6, num_layers=8),
     ),
+    # Files have a separate head or none, independent of their config.
+    inert_keys=_INERT_KEYS | {_TIED},
 )
 
 
@@ -223,7 +214,7 @@ SWITCH_TRANSFORMERS = dataclasses.replace(
         only("router_dtype", ("float32",), "routers compute in float32, for which the paper asks"),
         *_keys(
             "relu",
-            lambda reader: reader.flag("tie_word_embeddings", True),
+            lambda reader: reader.flag(_TIED, True),
             kind_key="dense_act_fn",
             d_model=768,
             num_heads=12,

@@ -67,7 +67,15 @@ class ImageInput:
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """Height and width after the first resizing: the longer side is `longest`."""
-        return _longer_side(height, width, self.longest)
+        ratio = width / height
+        if width >= height:
+            width, height = self.longest, int(self.longest / ratio)
+            height += height % 2
+        else:
+            height, width = self.longest, int(self.longest * ratio)
+            width += width % 2
+        # At most `MAX_SIDE` by the bound of `longest`.
+        return max(height, 1), max(width, 1)
 
     def filled(self, height: int, width: int) -> tuple[int, int]:
         """Height and width after the second resizing, to whole tiles."""
@@ -103,18 +111,6 @@ def image_text(grid: tuple[int, int], tile_rows: int) -> str:
 def tiles_of(grid: tuple[int, int]) -> int:
     """Number of tiles of an image, including that of the whole image."""
     return grid[0] * grid[1] + 1
-
-
-def _longer_side(height: int, width: int, longest: int) -> tuple[int, int]:
-    ratio = width / height
-    if width >= height:
-        width, height = longest, int(longest / ratio)
-        height += height % 2
-    else:
-        height, width = longest, int(longest * ratio)
-        width += width % 2
-    # At most `MAX_SIDE` by the bound of `longest`.
-    return max(height, 1), max(width, 1)
 
 
 def _is_number(value: Any) -> bool:

@@ -129,7 +129,11 @@ def embed_tokens(
     weights = _Weights(params, "", cfg)
     x = embed(tokens, params["embed.tokens"], dtype)
     if cfg.trigram_input:
-        x = _with_neighbours(jnp.where(mask[..., None], x, jnp.zeros((), dtype)))
+        # The next, this and the previous embedding of each token side by side, `[B, T, 3·Z]`.
+        x = jnp.where(mask[..., None], x, jnp.zeros((), dtype))
+        following = jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0)))
+        previous = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        x = jnp.concatenate([following, x, previous], axis=-1)
     if cfg.projects_embeddings:
         x = weights.dense(x, "embed.projection")
     x = x + embed(jnp.arange(count, dtype=jnp.int32), params["embed.positions"], dtype)
@@ -190,13 +194,6 @@ class _Weights:
         return found
 
 
-def _with_neighbours(x: jax.Array) -> jax.Array:
-    """The next, this and the previous embedding of each token `[B, T, Z]` side by side: `[B, T, 3·Z]`."""
-    following = jnp.pad(x[:, 1:], ((0, 0), (0, 1), (0, 0)))
-    previous = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
-    return jnp.concatenate([following, x, previous], axis=-1)
-
-
 def _layer(
     weights: _Weights, x: jax.Array, mask: jax.Array, cfg: EncoderConfig, first: int | None
 ) -> jax.Array:
@@ -210,7 +207,11 @@ def _layer(
     asking, values = inner, inner
     if cfg.share_bottleneck:
         asking, values = weights.norm(weights.dense(x, "attn.narrow"), "attn.narrow_norm"), x
-    mixed = weights.dense(_attend(weights, asking, values, mask, cfg, first), "attn.o")
+    heads = functools.partial(jnp.reshape, shape=(len(mask), -1, cfg.heads, cfg.head_dim))
+    q, k = heads(weights.dense(asking[:, :first], "attn.q")), heads(weights.dense(asking, "attn.k"))
+    k, v = (each.transpose(0, 2, 1, 3) for each in (k, heads(weights.dense(values, "attn.v"))))
+    out = attention(q[:, :, :, None], k, v, mask[:, None, :], scale=cfg.head_dim**-0.5)
+    mixed = weights.dense(out.reshape(len(mask), -1, cfg.width), "attn.o")
     x, inner = x[:, :first], inner[:, :first]
     y = weights.norm(mixed + inner, "attn_norm")
     for block in range(cfg.ffn_blocks):
@@ -221,29 +222,6 @@ def _layer(
     if cfg.bottleneck_size:
         y = weights.norm(weights.dense(y, "widen") + x, "widen_norm")
     return y
-
-
-def _attend(
-    weights: _Weights,
-    asking: jax.Array,
-    values: jax.Array,
-    mask: jax.Array,
-    cfg: EncoderConfig,
-    first: int | None,
-) -> jax.Array:
-    """Attention outputs of all tokens, or of the `first` ones, over the valid tokens: `[B, T, W]`."""
-    batch, _ = mask.shape
-    heads = functools.partial(jnp.reshape, shape=(batch, -1, cfg.heads, cfg.head_dim))
-    q, k = heads(weights.dense(asking[:, :first], "attn.q")), heads(weights.dense(asking, "attn.k"))
-    v = heads(weights.dense(values, "attn.v"))
-    out = attention(
-        q[:, :, :, None],
-        k.transpose(0, 2, 1, 3),
-        v.transpose(0, 2, 1, 3),
-        mask[:, None, :],
-        scale=cfg.head_dim**-0.5,
-    )
-    return out.reshape(batch, -1, cfg.width)
 
 
 def _dense(name: str, outputs: int, inputs: int) -> dict[str, Shape]:

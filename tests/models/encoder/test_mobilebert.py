@@ -1,56 +1,30 @@
-"""The encoder's laws: padding, parts, stored forms, and its initial parameters."""
+"""The encoder: its config and folders, what is refused of them, and its laws."""
 
 import dataclasses
 import functools
+import json
 import math
 
 import chex
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
-from jaxllm.errors import ConfigError
-from jaxllm.models.encoder.mobilebert import embed_tokens, encode_layers, encoder_shapes, init_values
-from jaxllm.quant import dequantize, quantize, to_blocks
-from tests.kernels.switching import fall_back
-from tests.models.encoder.tiny import CONFIGS, MOBILE, encode, front_mask, params_of, tokens_of
+from jaxllm.checkpoints.encoder_folders import config_from_hf, read_encoder
+from jaxllm.config import MAX_DIMENSION, MAX_LAYERS
+from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.models.encoder.config import MAX_FFN_BLOCKS, EncoderConfig
+from jaxllm.models.encoder.mobilebert import embed_tokens, encode_layers
+from tests.models.encoder.tiny import CONFIGS, MOBILE, encode, front_mask, params_of, tokens_of, write_encoder
 from tests.quick_jit import jit
 
 COUNT = 7
-TOKENS, ALL_REAL = tokens_of(MOBILE, 3, COUNT), np.ones((3, COUNT), bool)
-widened = jit(lambda weight: dequantize(weight, jnp.dtype(jnp.float32)))
+TOKENS = tokens_of(MOBILE, 3, COUNT)
 
 
 @pytest.fixture(params=CONFIGS)
 def cfg(request):
     return CONFIGS[request.param]
-
-
-def test_shapes_of_mobilebert():
-    """google/mobilebert-uncased has 24.6 million parameters without heads and pooler."""
-    cfg = dataclasses.replace(
-        MOBILE, vocab_size=30522, embedding_size=128, hidden_size=512, layers=24, heads=4, ffn_size=512,
-        window_tokens=512, bottleneck_size=128, ffn_blocks=4,
-    )  # fmt: skip
-    shapes = encoder_shapes(cfg)
-    some = ("embed.projection", "layers.23.attn.narrow", "layers.0.attn.v", "layers.0.ffn.3.up")
-    assert [shapes[name] for name in some] == [(512, 384), (128, 512), (128, 512), (512, 128)]
-    assert sum(map(math.prod, shapes.values())) == 24_581_888
-
-
-def test_initial_values():
-    shapes = encoder_shapes(dataclasses.replace(MOBILE, layers=1, ffn_blocks=1))
-    params = jit(lambda key: init_values(shapes, key, jnp.float16))(jax.random.key(0))
-    expected = {name: jax.ShapeDtypeStruct(shape, jnp.float16) for name, shape in shapes.items()}
-    chex.assert_trees_all_equal_shapes_and_dtypes(params, expected)
-    vectors = {name for name, value in params.items() if value.ndim == 1}
-    for name in vectors:
-        assert np.all(params[name] == (1 if name.endswith("norm.scale") else 0)), name
-    drawn = np.concatenate([np.ravel(params[name]) for name in params.keys() - vectors])
-    assert np.abs(drawn).max() < 0.0401
-    # A normal distribution cut at two deviations has 0.88 of its deviation left.
-    np.testing.assert_allclose(drawn.std(), 0.88 * 0.02, rtol=0.05)
 
 
 def test_padding_changes_nothing(cfg):
@@ -80,36 +54,131 @@ def test_the_first_tokens_alone(cfg):
     np.testing.assert_allclose(first, whole[:, :1], atol=1e-4)
 
 
-def test_bfloat16_activations():
-    narrow, wide = (
-        np.asarray(
-            jit(functools.partial(encode, cfg=MOBILE, dtype=dtype))(params_of(MOBILE), TOKENS, ALL_REAL)
-        )
-        for dtype in (jnp.bfloat16, jnp.float32)
-    )
-    assert narrow.dtype == jnp.bfloat16
-    assert np.abs(narrow.astype(np.float32) - wide).mean() < 0.05 * wide.std()
-
-
-@pytest.mark.parametrize(("bits", "form"), [(8, "columns"), (4, "blocks")])
-def test_quantized_matrices_compute_what_they_stand_for(bits, form, monkeypatch):
-    """Without native kernels, which round activations too (`tests/kernels` knows by how much)."""
-    fall_back(monkeypatch)
-    quantized, meant = dict(params_of(MOBILE)), dict(params_of(MOBILE))
-    for name, value in params_of(MOBILE).items():
-        if value.ndim == 2:
-            columns = quantize(value, bits=bits, axis=-1)
-            quantized[name] = columns if form == "columns" else to_blocks(columns)
-            meant[name] = widened(columns)
-    run = jit(functools.partial(encode, cfg=MOBILE))
-    got, expected, dense = (run(each, TOKENS, ALL_REAL) for each in (quantized, meant, params_of(MOBILE)))
-    np.testing.assert_allclose(got, expected, atol=1e-4)
-    assert np.abs(np.asarray(got - dense)).max() > 1e-2
-
-
 def test_too_many_tokens_and_other_shapes():
     tokens = tokens_of(MOBILE, 2, MOBILE.window_tokens + 1)
     with pytest.raises(ConfigError, match="12 tokens do not fit the encoder's window of 11"):
         encode(params_of(MOBILE), tokens, np.ones(tokens.shape, bool), cfg=MOBILE)
     with pytest.raises(ConfigError, match=r"takes mask as \[B, T\] bool"):
         encode(params_of(MOBILE), tokens[:, :4], front_mask([3, 2], 3), cfg=MOBILE)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("model_type", ["bert", None, "x" * 1000]),
+        ("vocab_size", [0, -1, MAX_DIMENSION + 1, True, 2.0, "2", 10**100]),
+        ("heads", [0, 3, MAX_DIMENSION + 1]),
+        ("layers", [0, MAX_LAYERS + 1]),
+        # Of one that is not there the flags are refused.
+        ("bottleneck_size", [-2, MAX_DIMENSION + 1, 0]),
+        ("ffn_blocks", [0, MAX_FFN_BLOCKS + 1]),
+        ("trigram_input", [1, None]),
+        ("share_bottleneck", [1, False]),
+        ("bottleneck_attention", ["yes", True]),
+        ("norm", ["rms", None]),
+        ("activation", ["tanh", None]),
+        ("norm_eps", [0, -1e-5, 2, math.nan, math.inf, True, "1"]),
+    ],
+)
+def test_refused(field, values):
+    for value in values:
+        with pytest.raises(ConfigError) as caught:
+            dataclasses.replace(MOBILE, **{field: value})
+        message = str(caught.value)
+        assert field in message
+        assert len(message) < 300
+        assert "\n" not in message
+
+
+# As google/mobilebert-uncased says it.
+ON_THE_HUB = {
+    "attention_probs_dropout_prob": 0.1, "classifier_activation": False, "embedding_size": 128,
+    "hidden_act": "relu", "hidden_dropout_prob": 0.0, "hidden_size": 512, "initializer_range": 0.02,
+    "intermediate_size": 512, "intra_bottleneck_size": 128, "key_query_shared_bottleneck": True,
+    "layer_norm_eps": 1e-12, "max_position_embeddings": 512, "model_type": "mobilebert",
+    "normalization_type": "no_norm", "num_attention_heads": 4, "num_feedforward_networks": 4,
+    "num_hidden_layers": 24, "pad_token_id": 0, "trigram_input": True, "true_hidden_size": 128,
+    "type_vocab_size": 2, "use_bottleneck": True, "use_bottleneck_attention": False, "vocab_size": 30522,
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_encoder(tmp_path, MOBILE, params_of(MOBILE))
+    return tmp_path
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def refused(kind, folder, *parts):
+    with pytest.raises(kind) as caught:
+        read_encoder(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in parts:
+        assert part in message, message
+
+
+# What comes out
+
+
+def test_config_on_the_hub():
+    assert config_from_hf(ON_THE_HUB) == EncoderConfig(
+        vocab_size=30522, embedding_size=128, hidden_size=512, layers=24, heads=4, ffn_size=512,
+        window_tokens=512, bottleneck_size=128, share_bottleneck=True, ffn_blocks=4, trigram_input=True,
+    )  # fmt: skip
+    # Every key has its default.
+    assert config_from_hf({"model_type": "mobilebert"}) == config_from_hf(ON_THE_HUB)
+
+
+@pytest.mark.parametrize("prefix", ["mobilebert.", ""])
+def test_prefix_and_heads(folder, prefix):
+    path = folder / "model.safetensors"
+    more = {
+        f"{prefix}pooler.dense.weight": np.zeros((16, 16), np.float32),
+        f"{prefix}embeddings.position_ids": np.arange(11)[None],
+        "cls.predictions.bias": np.zeros(23, np.float32),
+        "classifier.weight": np.zeros((2, 16), np.float32),
+    }
+    save_file({prefix + name: value for name, value in load_file(path).items()} | more, path)
+    _, params = read_encoder(folder)
+    np.testing.assert_array_equal(params["layers.1.widen"], params_of(MOBILE)["layers.1.widen"])
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"surprise": 1}, ["'surprise'", "--ignore-config-key surprise"]),
+        ({"true_hidden_size": 12}, ["'true_hidden_size' is 12"]),
+        ({"hidden_act": "tanh"}, ["'hidden_act' is 'tanh'"]),
+        ({"key_query_shared_bottleneck": False}, ["share_bottleneck or bottleneck_attention"]),
+        ({"quantization_config": {"bits": 4}}, ["'quantization_config'"]),
+    ],
+)
+def test_config_that_is_refused(folder, changes, parts):
+    change_config(folder, **changes)
+    refused(ConfigError, folder, *parts)
+
+
+def test_tensors_that_are_refused(folder):
+    name = "encoder.layer.1.attention.self.value.weight"
+    whole = load_file(folder / "model.safetensors")
+    for change, parts in (
+        ({name: None}, ["lacks", name]),
+        ({name: whole[name].T.copy()}, [name, "[16, 8]", "[8, 16]"]),
+        ({"extra": whole[name]}, ["holds extra"]),
+        (dict.fromkeys(whole), ["lacks mobilebert.embeddings.LayerNorm.bias", "more"]),
+    ):
+        stored = {each: value for each, value in {**whole, **change}.items() if value is not None}
+        save_file(stored, folder / "model.safetensors")
+        refused(CheckpointError, folder, *parts)
+    (folder / "model.safetensors").unlink()
+    refused(CheckpointError, folder, "neither model.safetensors nor")
+    (folder / "config.json").unlink()
+    refused(CheckpointError, folder, "config.json is missing")

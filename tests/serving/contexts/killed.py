@@ -20,7 +20,6 @@ from typing import Any
 from jaxllm import Engine
 from jaxllm.contexts.recompute import LOST
 from jaxllm.errors import BudgetExceeded, ConfigError
-from jaxllm.kv.chunks import CHUNK_TOKENS
 from jaxllm.serving.contexts import saving
 from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.contexts.manager import Contexts
@@ -114,9 +113,9 @@ def _goes_on(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Whether a context holds what it held before, or slid: then its first chunk, and of its newest tokens
     those that an answer left."""
     slid = (
-        before[:CHUNK_TOKENS] == after[:CHUNK_TOKENS]
-        and before[kept:] == after[CHUNK_TOKENS : CHUNK_TOKENS + len(before) - kept]
-        for kept in range(CHUNK_TOKENS, len(before) + 1)
+        before[:EngineOptions.kv_chunk_tokens] == after[:EngineOptions.kv_chunk_tokens]
+        and before[kept:] == after[EngineOptions.kv_chunk_tokens : EngineOptions.kv_chunk_tokens + len(before) - kept]
+        for kept in range(EngineOptions.kv_chunk_tokens, len(before) + 1)
     )
     return after[: len(before)] == before or any(slid)
 
@@ -161,7 +160,7 @@ def _rest(ours: Any) -> list[Any]:
 
 _APPS, _MOST_CONTEXTS = ("mail", "calendar"), 5
 # What many contexts begin with.
-_COMMON = tuple(range(40, 40 + 2 * CHUNK_TOKENS))
+_COMMON = tuple(range(40, 40 + 2 * EngineOptions.kv_chunk_tokens))
 
 
 def use_contexts(

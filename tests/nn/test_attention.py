@@ -1,10 +1,12 @@
-"""Attention over the rows in use, or by blocks, is that over the whole cache or source at once."""
+"""Attention, norms and masks against numpy; over the rows in use, or by blocks, as over all at once."""
 
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -17,19 +19,93 @@ from jaxllm.nn.layers import (
     Heads,
     attention,
     cached_attention,
+    causal_mask,
     over_used_prefix,
-    prefix_lengths,
+    rms_norm,
 )
+from tests.quick_jit import jit
+from tests.variants import every_variant
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+@every_variant
+def test_norms_take_their_statistics_in_float32(variant):
+    """4096 squares of 16 in bfloat16 would stop adding up at 4096."""
+    x = np.full((1, 4096), 16, ml_dtypes.bfloat16)
+    got = variant(rms_norm)(x, np.ones(4096, np.float32), 1e-6)
+    np.testing.assert_array_equal(np.asarray(got, np.float32), 1.0)
+
+
+OPTIONS = ("scale", "softcap")
+attend = jit(attention, static_argnames=OPTIONS)
+
+
+def naive_attention(q, k, v, mask, scale, softcap):
+    """Head by head, query by query, in float64."""
+    q, k, v = (np.asarray(each, np.float64) for each in (q, k, v))
+    B, T, K, G, H = q.shape
+    mask = np.broadcast_to(mask, (B, *mask.shape[-2:]))
+    out = np.zeros((B, T, K, G, H))
+    for b, t, head, g in np.ndindex(B, T, K, G):
+        scores = k[b, head] @ q[b, t, head, g] * scale
+        if softcap:
+            scores = np.tanh(scores / softcap) * softcap
+        seen = mask[b, t]
+        weights = np.exp(scores[seen] - scores[seen].max())
+        out[b, t, head, g] = weights @ v[b, head][seen] / weights.sum()
+    return out
+
+
+@every_variant
+@pytest.mark.parametrize(("kv_heads", "group"), [(3, 1), (1, 3), (2, 3)])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_attention(kv_heads, group, softcap, variant):
+    dims = chex.Dimensions(B=2, T=3, S=5, K=kv_heads, G=group, H=4)
+    q = 2 * normal(*dims["BTKGH"])
+    k, v = 2 * normal(*dims["BKSH"], seed=1), normal(*dims["BKSH"], seed=2)
+    mask = np.asarray(causal_mask(np.arange(2, 5, dtype=np.int32), dims.S, 3))
+    run = functools.partial(variant(attention, static_argnames=OPTIONS), scale=0.7, softcap=softcap)
+    got = run(q, k, v, mask)
+    chex.assert_shape(got, dims["BTKGH"])
+    chex.assert_type(got, jnp.float32)
+    np.testing.assert_allclose(got, naive_attention(q, k, v, mask, 0.7, softcap), atol=1e-5)
+    if group == 1:
+        return
+    # One mask per row of the batch.
+    masks = np.stack([mask, np.random.default_rng(3).random(dims["TS"]) < 0.5])
+    masks[1, :, 2] = True
+    got = run(q, k, v, masks)
+    np.testing.assert_allclose(got, naive_attention(q, k, v, masks, 0.7, softcap), atol=1e-5)
+
+
+def test_fully_masked_row_is_the_mean_and_finite():
+    """It happens to padding; NaN there would spread into the cache and then everywhere."""
+    q, k, v = 50 * normal(1, 2, 1, 2, 4), 50 * normal(1, 1, 3, 4, seed=1), normal(1, 1, 3, 4, seed=2)
+    mask = np.array([[False] * 3, [True, False, False]])
+    got = np.asarray(attend(q, k, v, mask, scale=1.0))
+    chex.assert_tree_all_finite(got)
+    for g in range(2):
+        np.testing.assert_allclose(got[0, 0, 0, g], v[0, 0].mean(0), atol=1e-6)
+        np.testing.assert_allclose(got[0, 1, 0, g], v[0, 0, 0], atol=1e-6)
+
+
+def test_masked_values_weigh_exactly_nothing():
+    q, k, v = normal(1, 1, 1, 1, 4), normal(1, 1, 3, 4, seed=1), normal(1, 1, 3, 4, seed=2)
+    mask = np.array([[True, True, False]])
+    loud_k, loud_v = k.copy(), v.copy()
+    loud_k[0, 0, 2], loud_v[0, 0, 2] = 1e4 * q[0, 0, 0, 0], 1e4
+    np.testing.assert_array_equal(
+        attend(q, loud_k, loud_v, mask, scale=1.0), attend(q, k, v, mask, scale=1.0)
+    )
+    # However small the scores are that may be seen.
+    k[0, 0, :2] = -1e6 * q[0, 0, 0, 0]
+    np.testing.assert_allclose(attend(q, k, v, mask, scale=1.0)[0, 0, 0, 0], v[0, 0, :2].mean(0), atol=1e-5)
+
 
 B, K, G, H, S = 1, 2, 3, 8, 512
-
-
-def test_lengths_are_parts_of_the_whole():
-    assert prefix_lengths(512, 1) == (64, 128, 192, 256, 320, 384, 448, 512)
-    assert prefix_lengths(512, 16) == (128, 256, 384, 512)
-    assert prefix_lengths(2048, 1)[0] == 256
-    assert prefix_lengths(200, 1) == (75, 100, 125, 150, 175, 200)
-    assert prefix_lengths(64, 1) == (64,)
 
 
 def drawn(tokens, seed=0):
