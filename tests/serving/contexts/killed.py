@@ -113,9 +113,9 @@ def _goes_on(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Whether a context holds what it held before, or slid: then its first chunk, and of its newest tokens
     those that an answer left."""
     slid = (
-        before[:EngineOptions.kv_chunk_tokens] == after[:EngineOptions.kv_chunk_tokens]
-        and before[kept:] == after[EngineOptions.kv_chunk_tokens : EngineOptions.kv_chunk_tokens + len(before) - kept]
-        for kept in range(EngineOptions.kv_chunk_tokens, len(before) + 1)
+        before[:CHUNK_TOKENS] == after[:CHUNK_TOKENS]
+        and before[kept:] == after[CHUNK_TOKENS : CHUNK_TOKENS + len(before) - kept]
+        for kept in range(CHUNK_TOKENS, len(before) + 1)
     )
     return after[: len(before)] == before or any(slid)
 
@@ -160,7 +160,8 @@ def _rest(ours: Any) -> list[Any]:
 
 _APPS, _MOST_CONTEXTS = ("mail", "calendar"), 5
 # What many contexts begin with.
-_COMMON = tuple(range(40, 40 + 2 * EngineOptions.kv_chunk_tokens))
+CHUNK_TOKENS = EngineOptions.kv_chunk_tokens
+_COMMON = tuple(range(40, 40 + 2 * CHUNK_TOKENS))
 
 
 def use_contexts(
