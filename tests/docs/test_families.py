@@ -5,7 +5,6 @@ import itertools
 import pytest
 
 from jaxllm.errors import ConfigError
-from jaxllm.int8_prefill.subgraphs import require_integer_prefill
 from jaxllm.models.architectures import ARCHITECTURES
 from jaxllm.models.features import ROOMS, require_room, room_refusal
 from tests.docs.families import PAGE, block_of, default_config, families_table
@@ -25,11 +24,3 @@ def test_rooms_refuse_by_name():
         with pytest.raises(ConfigError) as caught:
             require_room(cfg, room)
         assert str(caught.value) == reason
-
-
-def test_integer_prefill_asks():
-    with pytest.raises(ConfigError, match="side by side"):
-        require_integer_prefill(default_config("phi"))
-    with pytest.raises(ConfigError, match="without a norm"):
-        require_integer_prefill(default_config("olmo2"))
-    require_integer_prefill(default_config("smollm3"))
