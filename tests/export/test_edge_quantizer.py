@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from benchmarks.export.formats import quantize_folder
+from benchmarks.export.run import quantize_folder
 from benchmarks.harness.children import Export
 from jaxllm.errors import JaxllmError
 from jaxllm.export.folder_format.manifest import Manifest
