@@ -4,48 +4,26 @@ import click
 
 from jaxllm.cli.lazy import LazyGroup
 
+# Name -> the room that has its command, and help.
+_BENCHMARKS = {
+    "engine": ("engine", "Measure load, build and run times, speed and memory beside other engines."),
+    "elastic": ("elastic", "Measure the cost of a model's levels, and right answers in time."),
+    "speculative": ("speculation", "Measure a model larger than memory, with drafts and without."),
+    "contexts": (
+        "contexts", "Measure switching between contexts of apps, and the quality of compressed ones.",
+    ),
+    "experts": ("experts", "Measure a mixture of experts larger than memory."),
+    "prefill": ("int8_prefill", "Measure the speed and the loss of integer prefill."),
+    "prepare": ("prepare", "Measure preparing a folder and GGUF files of the same weights."),
+    "service": (
+        "service", "Measure the service under load, beside ours without a technique and llama.cpp's server.",
+    ),
+    "export": ("export", "Measure exported programs beside the live engine."),
+    "train": ("train", "Measure training and serving on one accelerator."),
+}  # fmt: skip
 SECTIONS = {
     "Benchmarks": {
-        "engine": (
-            "benchmarks.commands:engine_command",
-            "Measure load, build and run times, speed and memory beside other engines.",
-        ),
-        "elastic": (
-            "benchmarks.commands:elastic_command",
-            "Measure the cost of a model's levels, and right answers in time.",
-        ),
-        "speculative": (
-            "benchmarks.commands:speculative_command",
-            "Measure a model larger than memory, with drafts and without.",
-        ),
-        "contexts": (
-            "benchmarks.commands:contexts_command",
-            "Measure switching between contexts of apps, and the quality of compressed ones.",
-        ),
-        "experts": (
-            "benchmarks.commands:experts_command",
-            "Measure a mixture of experts larger than memory.",
-        ),
-        "prefill": (
-            "benchmarks.commands:prefill_command",
-            "Measure the speed and the loss of integer prefill.",
-        ),
-        "prepare": (
-            "benchmarks.commands:prepare_command",
-            "Measure preparing a folder and GGUF files of the same weights.",
-        ),
-        "service": (
-            "benchmarks.commands:service_command",
-            "Measure the service under load, beside ours without a technique and llama.cpp's server.",
-        ),
-        "export": (
-            "benchmarks.commands:export_command",
-            "Measure exported programs beside the live engine.",
-        ),
-        "train": (
-            "benchmarks.train:train_command",
-            "Measure training and serving on one accelerator.",
-        ),
+        name: (f"benchmarks.{room}:{name}_command", text) for name, (room, text) in _BENCHMARKS.items()
     },
     "Inputs": {
         "trace": (

@@ -35,7 +35,7 @@ from jaxllm.int8_prefill.fitting import LEAST_TOKENS, random_calibration
 from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.models.parameters import param_specs, sparse_layers
 from jaxllm.quant import dequantize
-from jaxllm.serving.ground.bundles import default_bundle, open_model
+from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
@@ -77,13 +77,12 @@ class Checkpoint:
         return self.stored not in (None, "f32", "bf16")
 
     @classmethod
-    def find(cls, model: Path | None) -> "Checkpoint":
-        """Opens a model: a bundle, a folder, or None for the packaged model.
+    def find(cls, path: Path) -> "Checkpoint":
+        """Opens a model: a bundle or a folder.
 
         Raises:
           JaxllmError: there is no such model, or its config is not supported.
         """
-        path = default_bundle() if model is None else Path(model)
         if path.is_dir():
             return cls(name=path.resolve().name, model=path, cfg=read_config(path), stored=None)
         if not path.exists():
@@ -239,16 +238,9 @@ def shape_folder(name: str, progress: Progress) -> Path:
     Args:
       name: of `SHAPES` or `ENCODER_DECODERS`.
       progress: called with ("Drawing weights", parameters drawn, parameters in all).
-
-    Raises:
-      ConfigError: there is no such shape.
     """
-    cfgs = SHAPES | ENCODER_DECODERS
-    if name not in cfgs:
-        raise ConfigError(f"there is no shape {name!r}; choose among {', '.join(cfgs)}")
-    return made_once(
-        "shapes", f"v{_VERSION}", name, write=lambda folder: write_random(folder, cfgs[name], progress)
-    )
+    cfg = (SHAPES | ENCODER_DECODERS)[name]
+    return made_once("shapes", f"v{_VERSION}", name, write=lambda folder: write_random(folder, cfg, progress))
 
 
 def write_random(
@@ -362,21 +354,19 @@ def calibrated_shapes(name: str, progress: Progress) -> tuple[Path, Path]:
         "f32": (floats, {}),
         "int8": (integer, prefill_parts(calibration)),
     }
+    # A tokenizer of words reads them from a text, which w8a8 programs are calibrated on.
+    files = read_tokenizer(source)
+    library = tokenizers.Tokenizer.from_str(files.tokenizer_json)
+    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    files = dataclasses.replace(files, tokenizer_json=library.to_str())
     for weights, (path, parts) in forms.items():
         write_bundle(
             path,
             cfg=cfg,
             params=params.items(),
             weights=weights,
-            tokenizer=_split_at_spaces(read_tokenizer(source)),
+            tokenizer=files,
             name=f"{name} with outliers",
             parts=parts,
         )
     return integer, floats
-
-
-def _split_at_spaces(files: TokenizerFiles) -> TokenizerFiles:
-    """A tokenizer of words that reads them from a text, which w8a8 programs are calibrated on."""
-    library = tokenizers.Tokenizer.from_str(files.tokenizer_json)
-    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return dataclasses.replace(files, tokenizer_json=library.to_str())

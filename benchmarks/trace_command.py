@@ -1,8 +1,9 @@
 """`jaxllm bench trace`: makes request traces, and replays them on a service."""
 
 import dataclasses
+import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,18 +20,25 @@ PATTERNS = ("random", "markov", "gaussian")
 _COLUMNS = (
     "objective", "calls", "right", "in time", "both", "level", "prompt", "TTFT ms", "TPOT ms", "plan ms",
 )  # fmt: skip
+
+
+class _Range(click.FloatRange):
+    """A range without NaN, which compares with nothing."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Converts text."""
+        found = super().convert(value, param, ctx)
+        return self.fail("not a number", param, ctx) if found != found else found
+
+
+_PATH, _COUNT = click.Path(path_type=Path), click.IntRange(1, 1_000_000)
+_ABOVE_ZERO = _Range(0, 1e9, min_open=True)
+_shown = functools.partial(click.option, show_default=True)
 _output_option = click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="The trace to write, JSON lines.",
+    "-o", "--output", required=True, type=_PATH, metavar="FILE", help="The trace to write, JSON lines."
 )
-_seed_option = click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draw.")
-_calls_option = click.option(
-    "-n", "--calls", type=click.IntRange(min=1), default=600, show_default=True, help="Number of calls."
-)
+_seed_option = _shown("--seed", default=0, help="Seed of the draw.")
+_calls_option = _shown("-n", "--calls", type=_COUNT, default=600, help="Number of calls.")
 
 
 @click.group("trace")
@@ -40,16 +48,10 @@ def trace_command() -> None:
 
 @trace_command.command("make-slo", cls=EngineCommand)
 @click.option(
-    "--data",
-    required=True,
-    type=click.Path(path_type=Path),
-    metavar="DIR",
-    help="The folder of tasks/, the tasks' files.",
+    "--data", required=True, type=_PATH, metavar="DIR", help="The folder of tasks/, the tasks' files."
 )
 @_output_option
-@click.option(
-    "-n", "--requests", type=click.IntRange(min=1), default=600, show_default=True, help="Number of requests."
-)
+@_shown("-n", "--requests", type=_COUNT, default=600, help="Number of requests.")
 @click.option(
     "--task",
     "names",
@@ -57,21 +59,14 @@ def trace_command() -> None:
     metavar="NAME",
     help="Ask questions of this task. Repeatable.  [default: the five with labels]",
 )
-@click.option(
+@_shown(
     "--skew",
-    type=float,
+    type=_Range(-100, 100),
     default=0.0,
-    show_default=True,
     help="Skew of objectives: with 0 all come alike, above 0 loose ones more often, below 0 tight ones.",
 )
-@click.option(
-    "--rate",
-    "rate_per_s",
-    type=float,
-    default=1.0,
-    show_default=True,
-    metavar="REQUESTS/S",
-    help="Mean rate of arrivals.",
+@_shown(
+    "--rate", "rate_per_s", type=_ABOVE_ZERO, default=1.0, metavar="REQUESTS/S", help="Mean rate of arrivals."
 )
 @_seed_option
 def make_slo_command(
@@ -99,38 +94,21 @@ def make_slo_command(
 @_output_option
 @click.option(
     "--data",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     metavar="DIR",
     help="Draw lengths of prompts and answers from the validation questions in DIR/tasks.",
 )
 @click.option(
-    "--azure",
-    type=click.Path(path_type=Path),
-    metavar="CSV",
-    help="Draw lengths from a trace of Azure's LLM inference service.",
+    "--azure", type=_PATH, metavar="CSV", help="Draw lengths from a trace of Azure's LLM inference service."
 )
-@click.option(
-    "--pattern",
-    type=click.Choice(list(PATTERNS)),
-    default="markov",
-    show_default=True,
-    help="Which context is called next.",
-)
-@click.option(
-    "--contexts",
-    type=click.IntRange(1, MAX_CONTEXTS),
-    default=8,
-    show_default=True,
-    help="Number of active contexts.",
-)
+@_shown("--pattern", type=click.Choice(PATTERNS), default="markov", help="Which context is called next.")
+@_shown("--contexts", type=click.IntRange(1, MAX_CONTEXTS), default=8, help="Number of active contexts.")
 @_calls_option
-@click.option(
-    "--hours", type=float, default=HOURS, show_default=True, help="Time from the first call to the last."
-)
+@_shown("--hours", type=_ABOVE_ZERO, default=HOURS, help="Time from the first call to the last.")
 @click.option(
     "-m",
     "--model",
-    type=click.Path(path_type=Path),
+    type=_PATH,
     metavar="MODEL",
     help="Count lengths of --data in this model's tokens.  [default: default]",
 )
@@ -168,17 +146,11 @@ def make_switching_command(
 
 
 @trace_command.command("convert-mooncake", cls=EngineCommand)
-@click.argument("mooncake", type=click.Path(path_type=Path))
+@click.argument("mooncake", type=_PATH)
 @_output_option
 @_calls_option
-@click.option(
-    "--time-scale",
-    type=float,
-    default=1.0,
-    show_default=True,
-    help="Multiply times by this; above 1 is slower.",
-)
-@click.option("--token-scale", type=float, default=1.0, show_default=True, help="Multiply lengths by this.")
+@_shown("--time-scale", type=_ABOVE_ZERO, default=1.0, help="Multiply times by this; above 1 is slower.")
+@_shown("--token-scale", type=_ABOVE_ZERO, default=1.0, help="Multiply lengths by this.")
 def convert_mooncake_command(
     mooncake: Path, output: Path, calls: int, time_scale: float, token_scale: float
 ) -> None:
@@ -196,17 +168,10 @@ def convert_mooncake_command(
 
 
 @trace_command.command("replay", cls=EngineCommand)
-@click.argument("trace", type=click.Path(path_type=Path))
+@click.argument("trace", type=_PATH)
 @model_option
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Make only the first N requests.")
-@click.option(
-    "-n",
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    default=ANSWER_TOKENS,
-    show_default=True,
-    help="Most tokens of an answer.",
-)
+@click.option("--limit", type=_COUNT, metavar="N", help="Make only the first N requests.")
+@_shown("-n", "--max-tokens", type=_COUNT, default=ANSWER_TOKENS, help="Most tokens of an answer.")
 @json_option
 def replay_command(
     trace: Path, model: Path | None, limit: int | None, max_tokens: int, as_json: bool

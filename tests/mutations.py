@@ -62,11 +62,6 @@ MUTATIONS = (
         "before = row <= self.rows[:, None]", "before = row < self.rows[:, None]", "tests/kv/test_cache.py",
     ),
     _mutation(
-        "kv: a window is one token too wide", "jaxllm/kv/cache.py",
-        "self.positions[:, None] - window)", "self.positions[:, None] - window - 1)",
-        "tests/kv/test_cache.py",
-    ),
-    _mutation(
         "codecs: the second plane of packed bits is shifted by a bit less", "jaxllm/contexts/coded.py",
         "np.uint8(index * bits)", "np.uint8(index * bits - 1)", "tests/contexts/test_codecs.py",
     ),
@@ -76,27 +71,14 @@ MUTATIONS = (
         "tests/contexts/test_tolerance.py",
     ),
     _mutation(
-        "recompute: the largest of the chunks are read", "jaxllm/contexts/recompute.py",
-        "-sizes[chunk], chunk)", "sizes[chunk], chunk)", "tests/contexts/test_recompute.py",
-    ),
-    _mutation(
         "eviction: the most compressed chunks leave first", "jaxllm/contexts/eviction.py",
         "key=lambda each: (-_width(each), each.used, -each.chunk)",
         "key=lambda each: (_width(each), each.used, -each.chunk)", "tests/serving/contexts/test_memory.py",
     ),
     _mutation(
-        "eviction: experts of the nearest layers leave first", "jaxllm/experts/prediction.py",
-        "return (total - layers + at) % total", "return (total + layers - at) % total",
-        "tests/experts/test_prediction.py",
-    ),
-    _mutation(
         "catalog: a quota forgets what is stored already", "serving/contexts/store.py",
         "self.used_bytes(owner) + more_bytes > quota", "more_bytes > quota",
         "tests/serving/contexts/test_store.py",
-    ),
-    _mutation(
-        "steps: the mass of a tree's parent is kept in place of the node's", "jaxllm/steps/trees.py",
-        "nodes + 1, mass.shape[1])", "nodes, mass.shape[1])", "tests/steps/test_trees.py",
     ),
     _mutation(
         "sampling: frequent tokens are rewarded", "jaxllm/sampling_state.py",
@@ -122,20 +104,10 @@ MUTATIONS = (
         "shared = free - options.reserved_running", "shared = free", "tests/serving/server/test_scheduler.py",
     ),
     _mutation(
-        "limits: a bucket of tokens overflows", "serving/server/limits.py",
-        "min(float(per_minute), self.tokens + gained) if per_minute", "self.tokens + gained if per_minute",
-        "tests/serving/server/test_limits.py",
-    ),
-    _mutation(
         "planner: half of the answers may be late", "serving/elastic/objectives.py",
         "place = math.ceil(confidence * len(ascending)) - 1",
         "place = math.ceil(0.5 * confidence * len(ascending)) - 1",
         "tests/serving/elastic/test_planner.py",
-    ),
-    _mutation(
-        "elastic: marks allow more time than the objective", "jaxllm/elastic/slo.py",
-        "percent = math.floor(100 * ratio + 100 * _TOLERANCE)", "percent = math.ceil(100 * ratio + 9)",
-        "tests/elastic/test_slo.py",
     ),
     _mutation(
         "elastic: a level's knapsack never gets full", "jaxllm/elastic/ladder.py",
@@ -151,10 +123,6 @@ MUTATIONS = (
         "tests/text/test_control_tokens.py",
     ),
     _mutation(
-        "API: a request may ask for any number of answers", "serving/server/api/answers.py",
-        "if not 1 <= number <= limit:", "if number < 1:", "tests/serving/server/api/test_requests.py",
-    ),
-    _mutation(
         "export: short caches are exported with the whole context", "export/signatures.py",
         "return signature.cache_tokens or self.context_tokens", "return self.context_tokens",
         "tests/export/test_stablehlo.py::test_caches_are_as_short_as_a_sequence_and_grow_with_it",
@@ -168,6 +136,15 @@ MUTATIONS = (
         "training: norms and biases decay", "training/loop/optimizer.py",
         'not name.endswith((".scale", "bias"))', 'not name.endswith((".scales", "biases"))',
         "tests/training/loop/test_trainer.py::test_weight_decay_is_on_matrices_only",
+    ),
+    _mutation(
+        "kv: a window is one token too wide", "jaxllm/kv/cache.py",
+        "self.positions[:, None] - window)", "self.positions[:, None] - window - 1)",
+        "tests/kv/test_cache.py",
+    ),
+    _mutation(
+        "API: a request may ask for any number of answers", "serving/server/api/answers.py",
+        "if not 1 <= number <= limit:", "if number < 1:", "tests/serving/server/api/test_requests.py",
     ),
     _mutation(
         "training: distillation counts the target twice", "training/loop/losses.py",

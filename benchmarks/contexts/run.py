@@ -26,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import jax
@@ -36,7 +37,7 @@ from benchmarks.contexts.quality import density_rows, quality_rows
 from benchmarks.harness.bench import Run
 from benchmarks.harness.children import in_turns
 from benchmarks.harness.machine import Device, array_bytes, named_devices
-from benchmarks.harness.report import OURS, Figure, Row, compared, draw_figures, median
+from benchmarks.harness.report import OURS, Figure, Row, compared, draw_figures
 from benchmarks.traces import ContextCall
 from jaxllm.config import ModelConfig
 from jaxllm.contexts.codecs import RAW, ChunkFormat
@@ -82,7 +83,17 @@ def _timed_rows(systems: switching.Systems) -> list[Row]:
             found = systems.all_switches([switching.SYSTEMS[0], *ablations], cell)
             rows += switch_rows(f"ablation: {cell.name}", found, device)
         if "chunk-sizes" in plan.parts and device is devices[0]:
-            rows += switch_rows(f"chunk size: {cell.name}", _chunked(systems, cell), device)
+            found = systems.all_switches([switching.SYSTEMS[0]], cell)
+            for size in plan.chunk_tokens:
+                # Short ones take more for scales: where that is more than our ratio, they have the least that
+                # they can have, and say so in their name.
+                own, usual = f"{OURS}-chunks-of-{size}", switching.SYSTEMS[0].options
+                least = least_ratio(ChunkIO(systems.engine(switching.SYSTEMS[0].codec, size).runner))
+                if least > usual.ratio:
+                    own, usual = f"{own}-ratio-{least:g}", dataclasses.replace(usual, ratio=least)
+                system = dataclasses.replace(switching.SYSTEMS[0], options=usual, name=own)
+                found[own] = systems.switches(system, cell, size)
+            rows += switch_rows(f"chunk size: {cell.name}", found, device)
     for memory in [int(share * budget) for share in plan.budget_shares if "budgets" in plan.parts]:
         rows += _limit_rows(systems, f"budget: {memory / 1e6:.0f} MB", memory)
     for tokens in plan.context_tokens if "lengths" in plan.parts else ():
@@ -122,22 +133,6 @@ def _switching_rows(systems: switching.Systems, budget: int) -> list[Row]:
     return rows + most
 
 
-def _chunked(systems: switching.Systems, cell: switching.Cell) -> dict[str, switching.Switches]:
-    """Ours in chunks of other sizes. Short ones take more for scales: where that is more than our ratio, they
-    have the least that they can have, and say so in their name."""
-    ours = switching.SYSTEMS[0]
-    found = systems.all_switches([ours], cell)
-    for size in systems.bench.plan.chunk_tokens:
-        least = least_ratio(ChunkIO(systems.engine(ours.codec, size).runner))
-        name = f"{OURS}-chunks-of-{size}"
-        if least > ours.options.ratio:
-            name += f"-ratio-{least:g}"
-        options = dataclasses.replace(ours.options, ratio=max(ours.options.ratio, least))
-        system = dataclasses.replace(ours, options=options, name=name)
-        found[name] = systems.switches(system, cell, size)
-    return found
-
-
 def _limit_rows(systems: switching.Systems, case: str, budget_bytes: int) -> list[Row]:
     """The most contexts of each system within the limits, as far as contexts fit the memory at all."""
     plan = systems.bench.plan
@@ -171,7 +166,7 @@ def speed_rows(engines: Mapping[str, Engine], plan: Plan) -> list[Row]:
       engines: one that keeps contexts, which counts attention in caches that can be stored, and `PLAIN`.
     """
     draw, plain = np.random.default_rng(plan.seed), engines[PLAIN]
-    window, times = plain.options.context_tokens, {name: _Times() for name in engines}
+    window, times = plain.options.context_tokens, {name: _Times(list) for name in engines}
     config = GenerationConfig(max_tokens=window // 32, ignore_eos=True)
     both = [
         [switching.random_tokens(plain, window // 4, draw) for _ in range(2)] for _ in range(plan.repeats + 1)
@@ -184,21 +179,19 @@ def speed_rows(engines: Mapping[str, Engine], plan: Plan) -> list[Row]:
             said += done.tokens
             if repeat:
                 # The first one warms up.
-                times[name].add(done)
+                _add_rates(times[name], done)
     return _rows("answering in a context", times, dict.fromkeys(_RATES))
 
 
-class _Times(collections.defaultdict[str, list[float]]):
-    """What was measured of the calls of one system, by metric."""
+# What was measured of the calls of one system, by metric.
+_Times = collections.defaultdict[str, list[float]]
 
-    def __init__(self) -> None:
-        super().__init__(list)
 
-    def add(self, done: Answer) -> None:
-        """Keeps the rates of an answer."""
-        fed = done.prompt_tokens - done.reused_tokens
-        self["prefill_tokens_per_s"].append(1000 * fed / done.timings.ttft_ms)
-        self["decode_tokens_per_s"].append(1000 / done.timings.tpot_ms(len(done.tokens)))
+def _add_rates(times: _Times, done: Answer) -> None:
+    """Keeps the rates of an answer."""
+    fed = done.prompt_tokens - done.reused_tokens
+    times["prefill_tokens_per_s"].append(1000 * fed / done.timings.ttft_ms)
+    times["decode_tokens_per_s"].append(1000 / done.timings.tpot_ms(len(done.tokens)))
 
 
 _RATES = ("prefill_tokens_per_s", "decode_tokens_per_s")
@@ -235,7 +228,7 @@ def resident_rows(engines: Mapping[str, Engine], plain: Engine, plan: Plan) -> l
     prompts = [switching.random_tokens(plain, turn, draw) for _ in range(repeats + 1)]
     # Ratios that give all chunks such a width.
     for bits, ratio in {8: 1.0, 4: 0.6, 2: 0.4}.items():
-        times = {name: _Times() for name in (*engines, PLAIN)}
+        times = {name: _Times(list) for name in (*engines, PLAIN)}
         with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as folder, contextlib.ExitStack() as stack:
             kept = {}
             for name, each in engines.items():
@@ -246,29 +239,25 @@ def resident_rows(engines: Mapping[str, Engine], plain: Engine, plan: Plan) -> l
             for repeat, prompt in enumerate(prompts):
                 for name, (settled, at_once) in theirs.items():
                     # The first ones warm up.
-                    of = times[name] if repeat else _Times()
+                    of = times[name] if repeat else _Times(list)
                     kept[name].store.wait()
-                    _call(kept[name], settled, prompt, answer, of)
+                    # One that did not run last.
+                    before = len(settled.record.bits)
+                    got, ttft_ms = _asked(settled, prompt, answer)
+                    of["switch_ms"].append(got.restoration.took_ms)
+                    of["ttft_ms"].append(ttft_ms)
+                    _add_rates(of, got)
+                    taken, least = _memory(kept[name], settled.name, before)
+                    of["context_bytes"], of["context_bytes_share"] = [taken], [taken / least]
                     of["at_once_ttft_ms"].append(_asked(at_once, prompt, answer)[1])
                 # A conversation whose cache is all floats goes on.
                 config = GenerationConfig(max_tokens=answer, ignore_eos=True)
                 done = plain.stream([*said, *prompt], config, session=session).result()
                 said += [*prompt, *done.tokens]
                 if repeat:
-                    times[PLAIN].add(done)
+                    _add_rates(times[PLAIN], done)
         rows += _rows(f"resident: {bits} bits, {length} tokens", times, _RESIDENT)
     return rows
-
-
-def _call(contexts: Contexts, context: Context, prompt: list[int], answer: int, times: _Times) -> None:
-    """Answers in a context that did not run last."""
-    before = len(context.record.bits)
-    said, ttft_ms = _asked(context, prompt, answer)
-    times["switch_ms"].append(said.restoration.took_ms)
-    times["ttft_ms"].append(ttft_ms)
-    times.add(said)
-    taken, least = _memory(contexts, context.name, before)
-    times["context_bytes"], times["context_bytes_share"] = [taken], [taken / least]
 
 
 def _asked(context: Context, prompt: list[int], answer: int) -> tuple[Answer, float]:
@@ -444,7 +433,16 @@ def traffic_rows(cfg: ModelConfig, bench: Run[Plan]) -> list[Row]:
                 f"{case}: {name} reads {np.mean(each.read) / 1e6:.2f} MB and writes "
                 f"{np.mean(each.written) / 1e6:.2f}"
             )
-        rows += _moved_rows(f"traffic: {case}", found, plan)
+        case, notes = f"traffic: {case}", {name: f"{len(each.read)} switches" for name, each in found.items()}
+        means = {name: [float(np.mean(part)) for part in each] for name, each in found.items()}
+        for place, metric in enumerate(("switch_read_bytes", "switch_written_bytes")):
+            rows += compared(case, metric, {name: each[place] for name, each in means.items()}, notes)
+        for device in named_devices(plan.devices):
+            read, write = device.storage.bytes_per_s, device.storage.write_bytes_per_s
+            # Of this machine's storage no bandwidth is known.
+            if read and write:
+                bounds = {name: 1000 * (each[0] / read + each[1] / write) for name, each in means.items()}
+                rows += compared(f"{case}, {device.name}", "switch_bound_ms", bounds, notes)
     return rows
 
 
@@ -477,8 +475,12 @@ def count(
             if n < before // switching.CHUNK_TOKENS and (there is None or bits >= there.bits > 0):
                 # Chunks that exist are only stored at fewer bits.
                 continue
-            memory.load(str(context), n, bits, _blob(chunks.bytes_of[bits]))
+            load(str(context), n, bits)
             (stored.add if system.options.writing == "ahead" else stored.discard)((str(context), n))
+
+    def load(context: str, n: int, bits: int) -> None:
+        # Of the chunk's size, and takes no memory.
+        memory.load(context, n, bits, [np.broadcast_to(np.uint8(0), chunks.bytes_of[bits])])
 
     said, found, last = list(lengths), Traffic([], []), -1
     widths: dict[tuple[str, int], int] = {}
@@ -497,7 +499,7 @@ def count(
         new = after // switching.CHUNK_TOKENS - before // switching.CHUNK_TOKENS
         memory.reclaim(read + new * max(chunks.bytes_of.values()))
         for n, bits in missing.items():
-            memory.load(name, n, bits, _blob(chunks.bytes_of[bits]))
+            load(name, n, bits)
         widths |= {(each.context, each.chunk): each.bits for each in evicted}
         if number >= switching.UNCOUNTED and call.context != last:
             found.read.append(read)
@@ -514,23 +516,3 @@ def _written(evicted: list[Resident], stored: set[tuple[str, int]]) -> int:
     stored.update((each.context, each.chunk) for each in fresh)
     evicted.clear()
     return sum(each.size_bytes for each in fresh)
-
-
-def _blob(size: int) -> list[np.ndarray]:
-    """A blob of a size that takes no memory."""
-    return [np.broadcast_to(np.uint8(0), size)]
-
-
-def _moved_rows(case: str, found: dict[str, Traffic], plan: Plan) -> list[Row]:
-    notes = {name: f"{len(each.read)} switches" for name, each in found.items()}
-    means = {name: [float(np.mean(part)) for part in each] for name, each in found.items()}
-    rows = []
-    for place, metric in enumerate(("switch_read_bytes", "switch_written_bytes")):
-        rows += compared(case, metric, {name: each[place] for name, each in means.items()}, notes)
-    for device in named_devices(plan.devices):
-        read, write = device.storage.bytes_per_s, device.storage.write_bytes_per_s
-        # Of this machine's storage no bandwidth is known.
-        if read and write:
-            bounds = {name: 1000 * (each[0] / read + each[1] / write) for name, each in means.items()}
-            rows += compared(f"{case}, {device.name}", "switch_bound_ms", bounds, notes)
-    return rows

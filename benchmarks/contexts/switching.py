@@ -6,6 +6,7 @@ take is counted, so that times can be given with and without them.
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import tempfile
@@ -290,51 +291,46 @@ class Systems:
     def __init__(self, bench: Run[Plan], context_tokens: int = 0) -> None:
         self.bench, self._context_tokens = bench, context_tokens
         self._engines: dict[tuple[str, int, bool], Engine] = {}
-        self._history: History | None = None
-        self._traces: dict[tuple[str, int], tuple[list[ContextCall], list[History]]] = {}
+        self.trace = functools.cache(self._trace)
 
     def engine(self, codec: str, chunk_tokens: int = CHUNK_TOKENS, *, coded: bool = False) -> Engine:
         """The engine that stores by a codec, in chunks of a size, and attends to them where they lie if
         `coded`; an empty codec keeps no contexts."""
-        key = codec, chunk_tokens, coded
-        if key not in self._engines:
-            options = EngineOptions(
-                context_tokens=self._context_tokens, kv_codec=codec, kv_chunk_tokens=chunk_tokens,
-                attend_coded=coded,
-            )  # fmt: skip
-            bench = self.bench
-            weights = bench.plan.weights if bench.shape else None
-            engine = self._engines[key] = Engine.open(
-                bench.path(), weights=weights, options=options, progress=bench.progress
-            )
-            require_decoder_alone(engine.cfg, "bench contexts")
-        return self._engines[key]
+        key, bench = (codec, chunk_tokens, coded), self.bench
+        if key in self._engines:
+            return self._engines[key]
+        options = EngineOptions(
+            context_tokens=self._context_tokens, kv_codec=codec, kv_chunk_tokens=chunk_tokens,
+            attend_coded=coded,
+        )  # fmt: skip
+        weights = bench.plan.weights if bench.shape else None
+        engine = Engine.open(bench.path(), weights=weights, options=options, progress=bench.progress)
+        require_decoder_alone(engine.cfg, "bench contexts")
+        self._engines[key] = engine
+        return engine
 
     @property
     def window_tokens(self) -> int:
         """Most tokens of a context."""
         return self.engine(SYSTEMS[0].codec).options.context_tokens
 
-    def trace(self, pattern: str, contexts: int) -> tuple[list[ContextCall], list[History]]:
+    @functools.cached_property
+    def _history(self) -> History:
+        plan = self.bench.plan
+        longest, draw = max(_lengths(plan, self.window_tokens)), np.random.default_rng(plan.seed)
+        return compute_history(self.engine(SYSTEMS[0].codec), longest, draw)
+
+    def _trace(self, pattern: str, contexts: int) -> tuple[list[ContextCall], list[History]]:
         """Calls, and histories before them that leave room for them in the window, or in half of it where
         contexts slide.
 
         All contexts begin alike, which no system makes use of: to compute each would take minutes.
         """
-        key, plan = (pattern, contexts), self.bench.plan
-        if self._history is None:
-            longest = max(_lengths(plan, self.window_tokens))
-            draw = np.random.default_rng(plan.seed)
-            self._history = compute_history(self.engine(SYSTEMS[0].codec), longest, draw)
-        if key not in self._traces:
-            trace, lengths = traced(plan, self.window_tokens, pattern, contexts)
-            tokens, cache = self._history
-            # Attention never reads behind a context's length.
-            self._traces[key] = (
-                trace,
-                [(tokens[:each], dataclasses.replace(cache, length=np.int32(each))) for each in lengths],
-            )
-        return self._traces[key]
+        trace, lengths = traced(self.bench.plan, self.window_tokens, pattern, contexts)
+        tokens, cache = self._history
+        # Attention never reads behind a context's length.
+        own = [(tokens[:each], dataclasses.replace(cache, length=np.int32(each))) for each in lengths]
+        return trace, own
 
     def switches(self, system: System, cell: Cell, chunk_tokens: int = CHUNK_TOKENS) -> Switches:
         """A cell's trace on a system."""

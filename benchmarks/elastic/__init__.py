@@ -78,3 +78,22 @@ class Plan(plans.ShapePlan, plans.DataPlan):
     layer_subsets: int = plans.sized(0, quick=4)
     replayed: int = plans.sized(150, quick=12)
     seed: int = 0
+
+
+@plans.benchmark("elastic", Plan, shapes=plans.DENSE_SHAPES)
+def elastic_command(bench: plans.Run[Plan]) -> plans.Run[Plan]:
+    """Measure the cost of a model's levels, and right answers in time.
+
+    The model is an elastic bundle with a tiny LM; apps with objectives ask it questions, and the baselines of
+    ELMS answer the same ones. Random weights are measured for costs alone.
+
+    \b
+    Example:
+      jaxllm bench elastic
+      jaxllm bench elastic --shape 250m --only costs
+    """
+    if bench.shape is not None and bench.plan.timed_shape:
+        raise click.UsageError("--trace-times-of goes with a --model, whose trace it times")
+    if bench.shape is not None:
+        bench = bench.without(("accuracy", "trace"), "random weights have no right answers")
+    return bench

@@ -21,6 +21,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -190,7 +191,11 @@ def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) ->
         runners[level] = ResidentRunner(model, table)
 
     add(WHOLE, cfg, params)
-    for count in layer_counts(cfg.layers, subsets):
+    counts = list(range(1, min(cfg.layers, WHOLE)))
+    if subsets and counts:
+        spread = np.linspace(max(1, cfg.layers // 4), counts[-1], min(subsets, len(counts)))
+        counts = sorted({*spread.round().astype(int).tolist()})
+    for count in counts:
         kept = sorted(np.argsort(-np.asarray(importance), kind="stable")[:count].tolist())
         part = dataclasses.replace(
             cfg,
@@ -198,31 +203,21 @@ def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) ->
             attention_windows=tuple(cfg.attention_windows[each] for each in kept),
             sparse_layers=tuple(cfg.sparse_layers[each] for each in kept) if cfg.sparse_layers else (),
         )
-        add(count, part, _of_layers(params, kept))
+        # Those layers' parameters, numbered anew, and all that is outside of layers.
+        own = {name: value for name, value in params.items() if not name.startswith("layers.")}
+        for new, old in enumerate(kept):
+            prefix = f"layers.{old}."
+            own |= {
+                f"layers.{new}.{name.removeprefix(prefix)}": value
+                for name, value in params.items()
+                if name.startswith(prefix)
+            }
+        add(count, part, own)
     model = copy.copy(engine.model)
     model.runners = Runners(runners, table)
     other = Engine(model)
     other.warm_up()
     return [Size(f"{runners[each].cfg.layers} layers", other, each) for each in sorted(runners)]
-
-
-def layer_counts(layers: int, subsets: int = 0) -> list[int]:
-    """Numbers of layers of LE's sub-models (see `layer_wise`)."""
-    counts = range(1, min(layers, WHOLE))
-    if not subsets or not counts:
-        return list(counts)
-    spread = np.linspace(max(1, layers // 4), counts[-1], min(subsets, len(counts)))
-    return sorted({*spread.round().astype(int).tolist()})
-
-
-def _of_layers(params: Params, kept: Sequence[int]) -> Params:
-    """The parameters of a model with these layers alone."""
-    renamed = {f"layers.{old}.": f"layers.{new}." for new, old in enumerate(kept)}
-    chosen = {name: value for name, value in params.items() if not name.startswith("layers.")}
-    for old, new in renamed.items():
-        own = {name: value for name, value in params.items() if name.startswith(old)}
-        chosen |= {new + name.removeprefix(old): value for name, value in own.items()}
-    return chosen
 
 
 _RECOVERY = LoraConfig(rank=8)
@@ -242,7 +237,7 @@ def elastic_shape(
       like: an elastic bundle whose levels, tokenizer and vocabulary it takes.
 
     Raises:
-      ConfigError: there is no such shape, it has fewer tokens than `like`, or that has no levels.
+      ConfigError: it has fewer tokens than `like`, or that has no levels.
     """
     folder = shape_folder(name, progress)
 
@@ -286,14 +281,6 @@ def _first_tokens(
         raise ConfigError(f"a shape of {words} tokens cannot have a vocabulary of {kept}; take a larger one")
     for name, value in params:
         yield name, value[:kept] if name in ("embed.tokens", "head") else value
-
-
-def check_same_levels(ours: Engine, larger: Engine) -> None:
-    """Raises ConfigError unless the larger model can be timed instead of ours."""
-    if ours.levels != larger.levels:
-        raise ConfigError(f"levels {larger.levels} cannot stand for the times of levels {ours.levels}")
-    if ours.model.bundle.tokenizer_files() != larger.model.bundle.tokenizer_files():
-        raise ConfigError("a model of another tokenizer cannot stand for the times of this one")
 
 
 def as_large(
@@ -373,8 +360,7 @@ def _shares(engine: Engine, levels: Iterable[int], whole: ModelConfig) -> dict[i
 PROMPT_TOKENS = 64
 
 
-@dataclasses.dataclass(frozen=True)
-class Added:
+class Added(NamedTuple):
     """Time that changing to a level adds to a request's time to the first token.
 
     Attributes:
@@ -387,13 +373,6 @@ class Added:
     low_ms: float
     high_ms: float
     ttft_ms: float
-
-    @classmethod
-    def of(cls, changed_ms: np.ndarray, stayed_ms: np.ndarray) -> "Added":
-        """Computes it from times `[pairs]` of either kind."""
-        longer = np.asarray(changed_ms, np.float64) - stayed_ms
-        low, high = bootstrap(len(longer), lambda drawn: np.median(longer[drawn], axis=1))
-        return cls(float(np.median(longer)), low, high, float(np.median(stayed_ms)))
 
 
 def switch_rows(engine: Engine, *, rounds: int, progress: Progress = silent) -> list[Row]:
@@ -442,7 +421,13 @@ def added_by_level(engine: Engine, *, rounds: int, progress: Progress = silent) 
                 ttft_ms(int(draw.choice(others)) if changes else level)
                 times[level, changes].append(ttft_ms(level))
         progress("switch", done + 1, rounds)
-    return {level: Added.of(np.array(times[level, True]), np.array(times[level, False])) for level in levels}
+    found = {}
+    for level in levels:
+        stayed_ms = np.array(times[level, False])
+        longer = np.array(times[level, True]) - stayed_ms
+        interval = bootstrap(len(longer), lambda drawn, longer=longer: np.median(longer[drawn], axis=1))
+        found[level] = Added(float(np.median(longer)), *interval, float(np.median(stayed_ms)))
+    return found
 
 
 def time_rows(profile: DeviceProfile) -> list[Row]:

@@ -296,14 +296,6 @@ def size_variants(
     return _variants(columns, questions, progress)
 
 
-def with_whole(ratios: Sequence[float]) -> tuple[float, ...]:
-    """Shares of a prompt, ascending, the whole one among them.
-
-    A planner may always leave a prompt whole, even if the proposer has no such choice.
-    """
-    return tuple(sorted({*map(float, ratios), 1.0}))
-
-
 def plan_times(
     planner: Planner, proposer: Proposer, questions: Sequence[Question]
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -357,24 +349,16 @@ def ablations(
     least = least_times(ours, pass_ms)
     plans = np.array([key != (WHOLE, 1.0) for key in ours.keys])
     decided = least.later((planning_ms - pass_ms)[:, None] * plans)
+    # How often each variant is right about the questions of a request's task, known in hindsight.
+    tasks, indices = np.array([each.task for each in asked.trace]), np.asarray(asked.indices)
+    accuracies = [ours.right[np.unique(indices[tasks == task])].mean(0) for task in tasks]
     whole_prompts = [place for place, (_, ratio) in enumerate(ours.keys) if ratio == 1]
     whole_models = [place for place, (level, _) in enumerate(ours.keys) if level == WHOLE]
     return {
         f"{OURS}-random": asked.run(decided, at_random(seed)),
-        f"{OURS}-fixed": asked.run(least, ranked(_task_accuracies(ours, asked)), margin=1.0),
+        f"{OURS}-fixed": asked.run(least, ranked(np.array(accuracies)), margin=1.0),
         f"{OURS}-oracle": asked.bound(least),
         f"{OURS}-model-only": asked.run(decided.only(whole_prompts)),
         f"{OURS}-prompt-only": asked.run(decided.only(whole_models)),
         SHORTENED: asked.run(least.only(whole_models), ignore_tpot=True),
     }
-
-
-def _task_accuracies(ours: Variants, asked: Asked) -> np.ndarray:
-    """How often each variant is right about the questions of a request's task, `[M, V]`: what is known in
-    hindsight, and of the task alone."""
-    tasks = np.array([request.task for request in asked.trace])
-    found = np.zeros((len(tasks), ours.right.shape[1]))
-    for task in np.unique(tasks):
-        questions = np.unique(np.asarray(asked.indices)[tasks == task])
-        found[tasks == task] = ours.right[questions].mean(0)
-    return found

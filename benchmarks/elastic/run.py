@@ -54,7 +54,7 @@ def run(bench: Run[Plan]) -> list[Row]:
         (profile,) = measure_together([engine], repeats=plan.repeats, progress=bench.progress)
         rows += _cost_rows(engine, profile, bench)
     if "accuracy" in plan.parts:
-        rows += level_rows(_level_answers([model, *plan.compared], bench))
+        rows += level_rows([model, *plan.compared], bench)
     return rows
 
 
@@ -86,12 +86,12 @@ def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list
         profiles = {id(each): found for each, found in zip(engines, measured, strict=True)}
     else:
         timed = baselines.open_elastic(timed_model, progress)
-        baselines.check_same_levels(engine, timed)
         (profile,) = measure_together([timed], repeats=plan.repeats, progress=progress)
         others, profiles = baselines.as_large(timed, profile, engine, others)
     rows = _cost_rows(timed, profile, bench) if "costs" in plan.parts else []
     asked = _asked(engine, profile, plan)
-    levels, ratios = engine.levels, decisions.with_whole(proposer.prompt_ratios)
+    # A planner may always leave a prompt whole, even if the proposer has no such choice.
+    levels, ratios = engine.levels, tuple(sorted({*map(float, proposer.prompt_ratios), 1.0}))
     planner = Planner(profile, levels, proposer)
     # The tiny LM taken at its word, as in the paper.
     lightest = TinyPlanner(tiny, levels, engine.runner.buckets.store(), decision="lightest")
@@ -161,25 +161,6 @@ def _remarks(engine: Engine, others: dict[str, list[baselines.Size]]) -> dict[st
         remarks[baselines.RESIDENT] = beside
         remarks[baselines.SWAP] = f"{beside}; a change is counted as the read of the file, ms: {changes}"
     return remarks
-
-
-def _level_answers(bundles: Sequence[Path], bench: Run[Plan]) -> dict[str, dict[int, np.ndarray]]:
-    """Right answers of every level of several elastic bundles to the same questions, with whole prompts; the
-    first one's tokenizer reads them, and a name that is taken has a number behind it."""
-    with open_model(bundles[0]) as bundle:
-        tokenizer = Tokenizer(bundle.tokenizer_files())
-    examples = read_examples(TRACE_TASKS, bench.plan.data, bench.plan.questions)
-    questions = [Question.read(tokenizer, each) for group in examples.values() for each in group]
-    found: dict[str, dict[int, np.ndarray]] = {}
-    for path in bundles:
-        engine, name = baselines.open_elastic(path, bench.progress), f"{OURS} {path.stem}"
-        prompts = [branching(engine.tokenizer, each.example) for each in questions]
-        same = sum(each == name or each.startswith(f"{name} (") for each in found)
-        found[f"{name} ({same + 1})" if same else name] = {
-            level: decisions.right_answers(engine.at(level), questions, prompts, bench.progress)[0]
-            for level in engine.levels
-        }
-    return found
 
 
 ALL = "all six"
@@ -287,21 +268,27 @@ def planning_rows(outcomes: Sequence[Outcome], asked: decisions.Asked, pass_ms: 
     return [row("planning", "ttft_share", float(share), note)]
 
 
-def level_rows(accuracies: Mapping[str, Mapping[int, np.ndarray]]) -> list[Row]:
-    """Accuracy of every level of several bundles that were asked the same questions, the first one ours.
-
-    Args:
-      accuracies: by bundle and level, `[N]` bool, whether each question was answered right.
-    """
-    rows = []
-    ours = next(iter(accuracies.values()))
-    for name, levels in accuracies.items():
-        for level, right in levels.items():
-            questions = np.arange(len(right))
-            note = said(right, questions)
-            if levels is not ours and level in ours:
-                note += f"; {lead(ours[level], right, questions)}"
-            rows.append(row(f"level {level}", "level_accuracy", float(right.mean()), note, system=name))
+def level_rows(bundles: Sequence[Path], bench: Run[Plan]) -> list[Row]:
+    """Accuracy of every level of several elastic bundles, the first one ours, on the same questions with
+    whole prompts; ours reads them, and a name that is taken has a number behind it."""
+    with open_model(bundles[0]) as bundle:
+        tokenizer = Tokenizer(bundle.tokenizer_files())
+    examples = read_examples(TRACE_TASKS, bench.plan.data, bench.plan.questions)
+    questions = [Question.read(tokenizer, each) for group in examples.values() for each in group]
+    places, names, ours, rows = np.arange(len(questions)), list[str](), dict[int, np.ndarray](), []
+    for number, path in enumerate(bundles):
+        engine, name = baselines.open_elastic(path, bench.progress), f"{OURS} {path.stem}"
+        prompts = [branching(engine.tokenizer, each.example) for each in questions]
+        names.append(name)
+        shown = f"{name} ({names.count(name)})" if names.count(name) > 1 else name
+        for level in engine.levels:
+            right, _ = decisions.right_answers(engine.at(level), questions, prompts, bench.progress)
+            note = said(right, places)
+            if number and level in ours:
+                note += f"; {lead(ours[level], right, places)}"
+            elif not number:
+                ours[level] = right
+            rows.append(row(f"level {level}", "level_accuracy", float(right.mean()), note, system=shown))
     return rows
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import click
 
 from benchmarks.harness import bench as plans
-from jaxllm.errors import ConfigError
 from jaxllm.formats import WeightFormat
 
 PEERS = ("llama.cpp", "transformers")
@@ -24,7 +23,7 @@ class Plan(plans.TimedPlan):
         (), "Weight width for a folder or a shape: one run compares them.", default="its own"
     )
     context_tokens: int = plans.sized(
-        0, "Maximum number of tokens of prompt and answer together.", "--context", metavar="TOKENS",
+        0, "Maximum number of tokens of prompt and answer together.", "--context", metavar="TOKENS", low=2,
         default="the model's window, up to 2048",
     )  # fmt: skip
     peers: tuple[str, ...] = plans.sized(
@@ -45,17 +44,24 @@ class Plan(plans.TimedPlan):
     slow_peers: bool = plans.sized(True, quick=False)
 
     def within(self, context_tokens: int) -> "Plan":
-        """The plan for a context that may be too short for it.
-
-        Raises:
-          ConfigError: there is no room for one token of prompt and one of the answer.
-        """
-        if context_tokens < 2:
-            raise ConfigError(
-                "bench engine needs a context of at least 2 tokens, one to feed and one to decode, got "
-                f"{context_tokens}; give a larger --context"
-            )
+        """The plan for a context that may be too short for it."""
         decode = min(self.decode_tokens, context_tokens // 2)
         prompts = tuple(sorted({min(tokens, context_tokens - decode) for tokens in self.prompt_tokens}))
         sizes = {"context_tokens": context_tokens, "prompt_tokens": prompts, "decode_tokens": decode}
         return dataclasses.replace(self, **sizes)
+
+
+@plans.benchmark("engine", Plan)
+def engine_command(bench: plans.Run[Plan]) -> plans.Run[Plan]:
+    """Measure load, build and run times, speed and memory beside other engines.
+
+    All engines run the same weights at the same width, in turns, each in a process of its own.
+
+    \b
+    Example:
+      jaxllm bench engine
+      jaxllm bench engine --shape 250m --weights int8 --peer llama.cpp --full
+    """
+    if bench.plan.separator == "":
+        raise click.UsageError("--separator must not be empty")
+    return bench

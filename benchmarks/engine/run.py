@@ -12,11 +12,12 @@ import contextlib
 import functools
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 
 from benchmarks.engine import Plan
 from benchmarks.harness.bench import Run
-from benchmarks.harness.machine import MemoryProbe
-from benchmarks.harness.report import OURS, Row, compared, median, row
+from benchmarks.harness.machine import memory_probe
+from benchmarks.harness.report import OURS, Row, compared, row
 from benchmarks.models import Checkpoint
 from benchmarks.peers import PEERS, process
 from benchmarks.peers.ours import BLOCKS, ONE_TOKEN
@@ -55,10 +56,10 @@ def run(bench: Run[Plan]) -> list[Row]:
     speeds: list[float] = []
 
     def memory_speed() -> float:
-        speeds.append(probe.bytes_per_s())
+        speeds.append(bytes_per_s())
         return speeds[-1]
 
-    with MemoryProbe(threads) as probe, contextlib.ExitStack() as stack:
+    with memory_probe(threads) as bytes_per_s, contextlib.ExitStack() as stack:
 
         @functools.cache
         def opened(peer: str, model: Path, format_: str) -> process.Child:

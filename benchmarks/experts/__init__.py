@@ -1,13 +1,13 @@
 """`jaxllm bench experts`: mixtures of experts larger than memory, beside other systems (EdgeMoE, section 4).
 
-`systems` opens ours and the baselines, `run` times them and each technique, and judges predictors and
-eviction policies by the experts that a model visited. `nested` measures nested experts, of a trained mixture
-with wider experts, and what a loss costs. `seq2seq` has the tasks of Switch Transformers, EdgeMoE's own
-models.
+`systems` opens ours and the baselines, and has nested experts; `run` times them and each technique, by a text
+or by tasks, and judges predictors and eviction policies by the experts that a model visited.
 """
 
 import dataclasses
 from pathlib import Path
+
+import click
 
 from benchmarks.harness import bench as plans
 from jaxllm.option_types import Size
@@ -92,3 +92,38 @@ class Plan(plans.TextPlan):
     def is_asked(self) -> bool:
         """Whether an encoder-decoder is asked."""
         return self.pairs is not None or bool(self.tasks)
+
+
+@plans.benchmark("experts", Plan, "moe", (*plans.MIXTURE_SHAPES, *plans.SWITCH_SHAPES))
+def experts_command(bench: plans.Run[Plan]) -> plans.Run[Plan]:
+    """Measure a mixture of experts larger than memory.
+
+    Times tokens of ours and of EdgeMoE's baselines, and judges predictors and eviction policies. Of Switch
+    Transformers measures the answers to the sources of tasks, too, and the experts of both sides.
+
+    \b
+    Example:
+      jaxllm bench experts
+      jaxllm bench experts --shape moe-1b --only systems --device sd
+      jaxllm bench experts -m switch.jaxllm --data DIR --task translation_de_to_en --task emotion
+      jaxllm bench experts -m switch.jaxllm --checkpoint runs/switch/hf --pairs val.de val.en
+    """
+    plan = bench.plan
+    chosen = plan.checkpoint, plan.others, plan.text, plan.tasks, plan.data, plan.pairs, plan.prefix
+    if bench.shape is not None and any(chosen):
+        raise click.UsageError(
+            "--shape goes with none of --checkpoint, --other-loss, --text, --task and --pairs"
+        )
+    if plan.pairs is None and plan.prefix is not None:
+        raise click.UsageError("--prefix goes with --pairs")
+    if (plan.pairs is not None) + bool(plan.tasks) + (plan.text is not None) > 1:
+        raise click.UsageError("--pairs, --task and --text exclude each other")
+    if plan.data is not None and not plan.tasks:
+        raise click.UsageError("--data goes with --task")
+    if bench.shape in plans.SWITCH_SHAPES and plan.parts != tuple(PARTS):
+        raise click.UsageError("random weights of an encoder-decoder are measured for memory alone")
+    if bench.shape in plans.MIXTURE_SHAPES:
+        bench = bench.without(("losses",), "random weights are not calibrated")
+    if plan.is_asked:
+        bench = bench.without(("nested", "predictors"), "decoders alone are measured so")
+    return bench

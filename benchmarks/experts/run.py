@@ -1,22 +1,35 @@
 """Runs all parts: time per token of every system and without each technique, losses, and predictors, which
 are judged, as eviction policies are, by the experts that a model visited.
+
+Switch Transformers, EdgeMoE's own models, are measured on tasks: sources that are answered greedily, and what
+answers are worth. The systems are the same, all with the same bytes for experts: those that load on demand
+keep the experts that were used last. Each expert of an encoder is loaded at most once for a source, in all of
+them.
 """
 
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import numpy as np
 
-from benchmarks.experts import Plan, seq2seq, systems
-from benchmarks.experts.nested import nested_rows, quality_of_losses, text_windows, widened_folder
+from benchmarks.experts import Plan, systems
 from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import REAL, Device, named_devices
-from benchmarks.harness.report import OURS, Figure, Row, compared, draw_figures, median, row
+from benchmarks.harness.report import OURS, Figure, Row, compared, draw_figures, row
 from benchmarks.models import SWITCHES, Checkpoint, made_once, switch_bundle
-from benchmarks.samples import SEPARATOR, stories_file
-from benchmarks.speculation import memory
+from benchmarks.samples import (
+    SEPARATOR,
+    SOURCE_TASKS,
+    chosen_tasks,
+    read_lines,
+    source_examples,
+    stories_file,
+)
+from benchmarks.speculation.run import memory_rows
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import expert_facts, read_path_counts, read_token_experts
 from jaxllm.cli.console import read_text
@@ -24,11 +37,14 @@ from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.experts.prediction import POLICIES, PathCounts, Policy, Residents, TokenExperts
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.models.parameters import sparse_layers
+from jaxllm.sampling import Sampling
+from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.experts.weights import Predictor, make_predictor
-from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.ground.bundles import open_model, open_tokenizer
 from jaxllm.serving.ground.expert_options import ExpertOptions
 from jaxllm.serving.opening.engine import Engine
-from jaxllm.tasks.rouge import require_rouge
+from jaxllm.tasks.example import paired_lines
+from jaxllm.tasks.rouge import require_rouge, rouge
 from jaxllm.text.tokenizer import Tokenizer
 
 
@@ -43,7 +59,7 @@ def run(bench: Run[Plan]) -> list[Row]:
     if bench.shape in SWITCHES:
         # A context of 512 tokens takes a quarter of this budget.
         path, budgets = switch_bundle(bench.shape, progress), plan.budgets or (300_000_000,)
-        return memory.memory_rows(path, budgets, progress, context_tokens=128)
+        return memory_rows(path, budgets, progress, context_tokens=128)
     again, text, tasks = False, None, []
     if bench.shape is not None:
         folder = bench.path()
@@ -61,14 +77,14 @@ def run(bench: Run[Plan]) -> list[Row]:
             )
         again = plan.checkpoint is None and found.quantized
         folder, text = plan.checkpoint or found.folder(progress), plan.text or stories_file(None)
-        tasks = seq2seq.TaskPairs.chosen(model, plan) if plan.is_asked else []
+        tasks = TaskPairs.chosen(model, plan) if plan.is_asked else []
     mixed = (model, *plan.others)
     rows = [
         row
         for task in (tasks or [None])
         for row in Mixture(bench, folder, mixed, text=text, again=again, task=task).rows()
     ]
-    return rows + (memory.memory_rows(model, plan.budgets, progress) if plan.budgets else [])
+    return rows + (memory_rows(model, plan.budgets, progress) if plan.budgets else [])
 
 
 class Mixture:
@@ -82,7 +98,7 @@ class Mixture:
         *,
         text: Path | None = None,
         again: bool = False,
-        task: seq2seq.TaskPairs | None = None,
+        task: "TaskPairs | None" = None,
     ) -> None:
         """Makes the baselines' bundles unless they are there.
 
@@ -157,7 +173,7 @@ class Mixture:
             prompts, config = self._prompts(engines[names[0]]), systems.sampled(self._plan.tokens)
         else:
             sources = self._task.tokens(engines[OURS])[: self._plan.task_answers + 1]
-            prompts, config = [source for source, _ in sources], lambda _: seq2seq.greedy(self._plan)
+            prompts, config = [source for source, _ in sources], lambda _: greedy(self._plan)
         found = systems.measured(engines, prompts, config)
         notes = {name: self._note(name, each, engines[name], device) for name, each in found.items()}
         notes[OURS] = "; ".join(filter(None, (notes[OURS], systems.widths_of(setting.bundles["mixed"]))))
@@ -194,7 +210,7 @@ class Mixture:
         found, notes = self._measured(systems.SYSTEMS, setting, device)
         return [
             *median_rows(device.name, found, notes),
-            *seq2seq.layer_rows(found, self._layers, device.name),
+            *layer_rows(found, self._layers, device.name),
             *systems.memory_rows(list(found), setting, f"memory: {device.name}"),
         ]
 
@@ -202,7 +218,13 @@ class Mixture:
         """What widths of experts lose and times per token, by tolerable loss."""
         rows, task, judged = [], self._task, {}
         if task is not None:
-            judged = seq2seq.judged_systems(task, setting, self._plan)
+            judged = {
+                name: task.quality(systems.resident(name, setting), self._plan)
+                for name in systems.SYSTEMS
+                if name != "IO-EXP"
+            }
+            # What it reads on demand has the checkpoint's own widths.
+            judged["IO-EXP"] = judged["IO-FREE"]
         for path in self._mixed:
             with Bundle.open(path) as bundle:
                 facts = expert_facts(bundle)
@@ -212,9 +234,9 @@ class Mixture:
             own = dataclasses.replace(setting, bundles={**setting.bundles, "mixed": path})
             if task is not None:
                 values = {**judged, OURS: task.quality(systems.resident(OURS, own), self._plan)}
-                rows += seq2seq.quality_rows(task, values, facts, case, self._plan)
+                rows += quality_rows(task, values, facts, case, self._plan)
             else:
-                note = seq2seq.widths_note(facts)
+                note = widths_note(facts)
                 for prefix in ("", "held_out_"):
                     rows.append(row(case, f"{prefix}perplexity_loss", facts[f"{prefix}loss"], note))
             rows += self._time_rows((OURS,), own, device, case)
@@ -243,7 +265,7 @@ class Mixture:
         trained = self._text is not None
         wide = self._folder
         if trained and plan.widened > 1:
-            wide = widened_folder(self._folder, plan.widened)
+            wide = systems.widened_folder(self._folder, plan.widened)
 
         def setting(of: Path, device: Device, share: float) -> systems.NestedSetting:
             how = {"share": share, "context_tokens": plan.context_tokens, "storage": device.storage}
@@ -253,11 +275,11 @@ class Mixture:
             ids = self._ids(Tokenizer(bundle.tokenizer_files()))
             prompts = self._drawn(ids, bundle.cfg.vocab_size, plan.nested_answers)
         if trained:
-            windows = text_windows(ids, plan.windows)
+            windows = systems.text_windows(ids, plan.windows)
         rows = []
         for share in plan.shares:
-            rows += nested_rows(setting(wide, device, share), device, prompts, plan.tokens)
-        return rows + quality_of_losses(setting(self._folder, REAL, plan.share), windows)
+            rows += systems.nested_rows(setting(wide, device, share), device, prompts, plan.tokens)
+        return rows + systems.quality_of_losses(setting(self._folder, REAL, plan.share), windows)
 
     def _watched_rows(self) -> list[Row]:
         """Predictors by layer, and eviction policies by room, on the same visits."""
@@ -289,6 +311,136 @@ class Mixture:
             }
             rows += compared(f"eviction: {room} experts", "hit_rate", ratios)
         return rows
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TaskPairs:
+    """A task.
+
+    Attributes:
+      pairs: of sources and targets.
+      prefix: in front of each source; None for the model's own.
+      called: in rows; empty for the only one.
+      labels: whether targets are labels: an answer is then right or wrong, instead of judged by Rouge-2.
+    """
+
+    pairs: Sequence[tuple[str, str]]
+    prefix: str | None = None
+    called: str = ""
+    labels: bool = False
+
+    @classmethod
+    def chosen(cls, model: Path, plan: Plan) -> "list[TaskPairs]":
+        """What is answered: the pairs of two files, or tasks of the model."""
+        if plan.pairs is not None:
+            return [cls.read(*plan.pairs, plan.prefix)]
+        with open_model(model) as bundle:
+            tokenizer = open_tokenizer(bundle.tokenizer_files())
+        return [cls.of_data(name, plan.data, tokenizer) for name in plan.tasks]
+
+    @classmethod
+    def of_data(cls, name: str, data: Path | None, tokenizer: Tokenizer) -> "TaskPairs":
+        """The held-out examples of one of a model's tasks.
+
+        Raises:
+          ConfigError: the model does not have it, or a file is missing.
+        """
+        chosen_tasks(tokenizer, [name])
+        task = SOURCE_TASKS[name]
+        return cls(
+            pairs=[(each.user, each.answer) for each in source_examples(name, data)],
+            prefix=tokenizer.files.tasks[name],
+            called=task.called,
+            labels=task.labels,
+        )
+
+    @classmethod
+    def read(cls, source: Path, target: Path, prefix: str | None = None) -> "TaskPairs":
+        """The pairs of two text files, whose lines of the same number are one; none has an empty side.
+
+        Raises:
+          ConfigError: a file cannot be read, or they have not as many lines, or no pair.
+        """
+        found = paired_lines(source, target, read_lines)
+        if not found:
+            raise ConfigError(f"{source} and {target} have no pair; give texts, one per line")
+        return cls(pairs=found, prefix=prefix)
+
+    def tokens(self, engine: Engine) -> list[tuple[list[int], str]]:
+        """The token ids of each source, and its target; of a model's own task those that are too long are
+        left out.
+
+        Raises:
+          ConfigError: a source is too long.
+        """
+        lead = engine.tokenizer.files.source_prefix if self.prefix is None else f"{self.prefix.strip()} "
+        found = [(list(engine.tokenizer.encode(lead + source)), target) for source, target in self.pairs]
+        most = engine.options.context_tokens
+        if self.called:
+            found = [(source, target) for source, target in found if len(source) <= most]
+        longest = max((len(source) for source, _ in found), default=0)
+        if longest > most:
+            raise ConfigError(
+                f"a source has {longest} tokens, and this bench reads at most {most}; give shorter ones"
+            )
+        return found
+
+    def quality(self, engine: Engine, plan: Plan) -> float:
+        """Mean Rouge-2 of an engine's answers, or the share of right labels; the engine is closed."""
+        scores = []
+        for source, target in self.tokens(engine)[-plan.judged :]:
+            said = str(engine.generate(source, greedy(plan)).text)
+            right = float(said.strip() == target)
+            scores.append(right if self.labels else rouge([target], said)["rouge2"])
+        engine.close()
+        return sum(scores) / len(scores)
+
+
+def greedy(plan: Plan) -> GenerationConfig:
+    """How sources are answered."""
+    return GenerationConfig(max_tokens=plan.task_tokens, sampling=Sampling(temperature=0))
+
+
+def layer_rows(found: Mapping[str, systems.Measured], prefixes: Sequence[str], device: str) -> list[Row]:
+    """Hit rates and loads by layer, of the systems that load experts."""
+    rows, loading = [], {name: each for name, each in found.items() if each.counts["visits"]}
+    for index, prefix in enumerate(prefixes):
+        side, _, layer = prefix.rstrip(".").rpartition("layers.")
+        case = f"{'encoder' if side else 'decoder'} layer {int(layer) + 1}: {device}"
+        counted = [(name, each, each.counts) for name, each in loading.items()]
+        hits = {name: of["hits", index] / max(1, of["visits", index]) for name, _, of in counted}
+        loads = {name: of["loads", index] / max(1, each.prompts) for name, each, of in counted}
+        rows += compared(case, "hit_rate", hits) + compared(case, "loads_per_prompt", loads)
+    return rows
+
+
+def quality_rows(
+    task: TaskPairs, values: Mapping[str, float], facts: Mapping[str, Any], case: str, plan: Plan
+) -> list[Row]:
+    """Rouge-2 of every system, or its share of right labels, beside the tolerable loss of a calibration."""
+    count, metric = min(plan.judged, len(task.pairs)), "accuracy" if task.labels else "rouge2"
+    tolerable, measure = facts["most_loss"], facts.get("measure", "perplexity")
+    notes: dict[str, str | None] = {
+        name: f"{count} answers; {share_lost(value, values['IO-FREE'], tolerable)}"
+        for name, value in values.items()
+    }
+    notes[OURS] = f"{notes[OURS]}; calibrated by {measure}"
+    note = widths_note(facts)
+    losses = [row(case, f"{measure}_{name}", facts[name], note) for name in ("loss", "held_out_loss")]
+    return [*compared(case, metric, values, notes), *losses]
+
+
+def widths_note(facts: Mapping[str, Any]) -> str:
+    """How many experts a calibration has lowered."""
+    return f"{facts['lowered']} of {facts['experts']} at {facts['lower']} bits, others {facts['upper']}"
+
+
+def share_lost(value: float, whole: float, tolerable: float) -> str:
+    """How much of what the float model reaches is lost, and whether that is tolerable."""
+    if not whole:
+        return "the float model has none to lose"
+    lost = 1 - value / whole
+    return f"lost {lost:.1%}, {'within' if lost <= tolerable else 'more than'} {tolerable:.0%}"
 
 
 def median_rows(

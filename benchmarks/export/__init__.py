@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import click
+
 from benchmarks.harness import bench as plans
 
 # That a run may be limited to: name -> what is measured, for the help text.
@@ -33,3 +35,25 @@ class Plan(plans.TimedPlan, plans.TextPlan):
     context_tokens: int = plans.sized(1024, quick=256)
     sampled_precisions: tuple[str, ...] = plans.sized(("f32", "int8"), quick=("int8",))
     patience_s: float = plans.sized(60.0, quick=2.0)
+
+
+@plans.benchmark("export", Plan)
+def export_command(bench: plans.Run[Plan]) -> plans.Run[Plan]:
+    """Measure exported programs beside the live engine.
+
+    Exports a model as StableHLO, TFLite and LiteRT-LM, and compares load times, sizes, speed, memory and
+    answers.
+
+    \b
+    Example:
+      jaxllm bench export
+      jaxllm bench export --shape 110m --threads 1
+      jaxllm bench export --only sampling
+    """
+    from benchmarks.samples import stories_file
+
+    if bench.shape is None:
+        bench = bench.changed(text=bench.plan.text or stories_file(None))
+    elif bench.plan.text is not None:
+        raise click.UsageError("--shape does not go with --text")
+    return bench

@@ -1,31 +1,67 @@
 """Measures a model live and in every form that it can be exported in, side by side.
 
-All are made of the same float weights. `jaxllm` is the live engine on them, `jaxllm-live-steps` the steps
-that programs are made of, jitted: the difference between it and `jaxllm-stablehlo` is what exporting costs.
-TFLite models run through our loop on LiteRT (`jaxllm-tflite-...`) and, as a bundle, through LiteRT-LM; the
-float one that Google's AI Edge Quantizer has quantized, and llama.cpp, stand beside them where these are
-installed. Each runs in a process of its own, in alternation.
+All are made of the same float weights, each by a command of its own. `jaxllm` is the live engine on them,
+`jaxllm-live-steps` the steps that programs are made of, jitted: the difference between it and
+`jaxllm-stablehlo` is what exporting costs. TFLite models run through our loop on LiteRT (`jaxllm-tflite-...`)
+and, as a bundle, through LiteRT-LM; the float one that Google's AI Edge Quantizer has quantized, and
+llama.cpp, stand beside them where these are installed. Each runs in a process of its own, in alternation.
+
+Parts of TFLite programs are measured by themselves: sampling inside of programs, W8A8 with its shadow, and
+stage programs on two processors in each order, beside the simulator's times of the same stages, and beside
+whole prefill programs on the threads of both.
+
+Google's quantizer makes an exported float TFLite model one of 8 bits: weights of fully connected layers and
+embeddings become 8-bit by output channel, activations are quantized while the model runs
+(`dynamic_wi8_afp32`). Only the model's file is replaced, and the same loop runs it.
 """
 
+import dataclasses
+import importlib.util
 import itertools
+import os
+import shutil
+import statistics
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.export import Plan, formats
-from benchmarks.harness.bench import Run
-from benchmarks.harness.children import in_process
-from benchmarks.harness.report import Row, median, row
+import jax
+import numpy as np
+
+from benchmarks.export import Plan
+from benchmarks.harness.bench import Run, Tell
+from benchmarks.harness.children import Export, exported, in_process, run_python
+from benchmarks.harness.machine import peak_resident_bytes, wait_for_quiet
+from benchmarks.harness.report import Row, compared, row
 from benchmarks.int8_prefill.accuracy import missing
 from benchmarks.models import Checkpoint, calibrated_model, calibrated_shapes
-from benchmarks.peers import Opening, process
-from benchmarks.peers.ours import BLOCKS
+from benchmarks.peers import PEERS, Opening, process
+from benchmarks.peers.ours import BLOCKS, DRAWN, GREEDY
+from benchmarks.peers.peer import missing_packages
 from benchmarks.samples import SEPARATOR
-from jaxllm.errors import ConfigError
+from jaxllm.bundle import Bundle
+from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.export.folder_format.manifest import MANIFEST, Manifest, StoredFile
+from jaxllm.export.programs.model import open_program
+from jaxllm.export.programs.stages import StagePrograms
+from jaxllm.int8_prefill.schedule import Order, simulate
 from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS, cache_lengths
 from jaxllm.text.tokenizer import Tokenizer
+
+LIVE, STEPS, STABLEHLO = "jaxllm", "jaxllm-live-steps", "jaxllm-stablehlo"
+TFLITE = {precision: f"jaxllm-tflite-{precision}" for precision in ("f32", "int8", "w8a8")}
+EDGE_QUANTIZER = "AI-Edge-Quantizer"
+LITERT_LM = "LiteRT-LM"
+LLAMA_CPP = "llama.cpp"
+VERIFY_TOKENS = 64
+# Of StableHLO, as `jaxllm export` has it.
+BLOCK_TOKENS = 16
+CALIBRATION_BYTES = 1 << 16
+# Formats, and the module that writes them.
+_NEEDED = {"stablehlo": "flatbuffers", "tflite": "litert_converter", "litertlm": "litert_lm_builder"}
 
 
 def run(bench: Run[Plan]) -> list[Row]:
@@ -52,9 +88,9 @@ def run(bench: Run[Plan]) -> list[Row]:
         folder = Checkpoint.find(model).folder(bench.progress)
         with open_model(folder, weights="f32", progress=bench.progress) as bundle:
             path = bundle.path
-        rows += formats.sampling_rows(path, bench)
-    rows += formats.shadow_rows(integer, bench) if "shadow" in parts else []
-    rows += formats.stage_rows(integer, bench) if "stages" in parts else []
+        rows += sampling_rows(path, bench)
+    rows += shadow_rows(integer, bench) if "shadow" in parts else []
+    rows += stage_rows(integer, bench) if "stages" in parts else []
     return rows
 
 
@@ -76,20 +112,20 @@ def _format_rows(model: Path, bench: Run[Plan]) -> list[Row]:
         )
     prompts = _prompts(text, vocab, plan, tokenizer)
     with tempfile.TemporaryDirectory() as scratch:
-        exports = formats.make_exports(path, Path(scratch), context, plan.text, bench.tell)
+        exports = make_exports(path, Path(scratch), context, plan.text, bench.tell)
         with process.opened(_openings(folder, path, exports, bench), bench.progress) as children:
             systems = [
-                process.System(name, child, (BLOCKS,) if name == formats.LIVE else tuple(child.settings))
+                process.System(name, child, (BLOCKS,) if name == LIVE else tuple(child.settings))
                 for name, child in children.items()
             ]
             results = process.alternate(systems, vocab, plan=plan, progress=bench.progress)
             runtime = None
-            if formats.LITERT_LM in exports:
+            if LITERT_LM in exports:
                 (cache := Path(scratch) / "litert-lm-cache").mkdir()
                 # It takes text: random tokens would come to it as others.
                 texts = [] if text is None else [tokenizer.decode(each) for each in prompts]
-                threads, made = process.threads_of(plan.threads), exports[formats.LITERT_LM].path
-                runtime = in_process(formats.run_litert_lm, made, cache, threads, plan, texts)
+                threads, made = process.threads_of(plan.threads), exports[LITERT_LM].path
+                runtime = in_process(run_litert_lm, made, cache, threads, plan, texts)
             rows = opening_rows(children, exports, runtime)
             rows += speed_rows(results, list(children), plan, runtime)
             rows += agreement_rows(children, prompts, plan.answer_tokens, tokenizer, runtime)
@@ -97,30 +133,30 @@ def _format_rows(model: Path, bench: Run[Plan]) -> list[Row]:
                 case = f"{text.name}, {text.tokens} tokens"
                 values = {s: process.perplexity(child, text, bench.progress) for s, child in children.items()}
                 for system, value in values.items():
-                    against = {"baseline": formats.LIVE, "ratio": values[formats.LIVE] / value}
-                    how = against if system.startswith(f"{formats.LIVE}-") else {}
+                    against = {"baseline": LIVE, "ratio": values[LIVE] / value}
+                    how = against if system.startswith(f"{LIVE}-") else {}
                     rows.append(row(case, "perplexity", value, system=system, **how))
     return rows
 
 
 def _openings(
-    folder: Path, bundle: Path, exports: Mapping[str, formats.Export], bench: Run[Plan]
+    folder: Path, bundle: Path, exports: Mapping[str, Export], bench: Run[Plan]
 ) -> dict[str, Opening]:
     """What every system opens: of a model's float weights as a folder and as a bundle, and its exports."""
     plan, context = bench.plan, bench.plan.context_tokens
     ours = {"context_tokens": context, "chunk_tokens": list(CPU_CHUNK_TOKENS), "buckets_bytes": 0}
     steps = {
         "chunk_tokens": [each for each in CPU_CHUNK_TOKENS if each <= context],
-        "verify_tokens": [min(formats.VERIFY_TOKENS, context)],
-        "block_tokens": formats.BLOCK_TOKENS,
+        "verify_tokens": [min(VERIFY_TOKENS, context)],
+        "block_tokens": BLOCK_TOKENS,
         "cache_tokens": list(cache_lengths(context)[:-1]),
     }
-    programs = {name: each.path for name, each in exports.items() if name != formats.LITERT_LM}
+    programs = {name: each.path for name, each in exports.items() if name != LITERT_LM}
     return {
-        formats.LIVE: process.opening_of(plan, "jaxllm", folder, "f32", **ours),
-        formats.STEPS: process.opening_of(plan, "live-steps", bundle, "f32", **steps),
+        LIVE: process.opening_of(plan, "jaxllm", folder, "f32", **ours),
+        STEPS: process.opening_of(plan, "live-steps", bundle, "f32", **steps),
         **{name: process.opening_of(plan, "programs", path) for name, path in programs.items()},
-        **formats.llama_cpp(folder, bench),
+        **llama_cpp(folder, bench),
     }
 
 
@@ -137,7 +173,7 @@ def _prompts(text: process.Text | None, vocab: int, plan: Plan, tokenizer: Token
 
 def opening_rows(
     children: Mapping[str, process.Child],
-    exports: Mapping[str, formats.Export],
+    exports: Mapping[str, Export],
     runtime: Mapping[str, Any] | None,
 ) -> list[Row]:
     """Times to export, load and build, sizes of files, and memory.
@@ -156,17 +192,17 @@ def opening_rows(
         rows.append(row("open", "peak_memory_bytes", child.open_peak_bytes, system=system))
         rows.append(row("run", "peak_memory_bytes", child.peak_bytes, system=system))
     if runtime is not None:
-        rows.append(row("open", "load_ms", median(runtime["init_ms"]), system=formats.LITERT_LM))
-        rows.append(row("run", "peak_memory_bytes", runtime["peak_bytes"], system=formats.LITERT_LM))
+        rows.append(row("open", "load_ms", statistics.median(runtime["init_ms"]), system=LITERT_LM))
+        rows.append(row("run", "peak_memory_bytes", runtime["peak_bytes"], system=LITERT_LM))
     return rows
 
 
 # Forms of ours, and the baselines that each is measured by.
 _BESIDE = {
-    formats.STABLEHLO: (formats.STEPS, formats.LIVE),
-    formats.TFLITE["f32"]: (formats.LIVE,),
-    formats.TFLITE["int8"]: (formats.LLAMA_CPP, formats.EDGE_QUANTIZER, formats.TFLITE["f32"]),
-    formats.TFLITE["w8a8"]: (formats.TFLITE["int8"],),
+    STABLEHLO: (STEPS, LIVE),
+    TFLITE["f32"]: (LIVE,),
+    TFLITE["int8"]: (LLAMA_CPP, EDGE_QUANTIZER, TFLITE["f32"]),
+    TFLITE["w8a8"]: (TFLITE["int8"],),
 }
 
 
@@ -176,17 +212,17 @@ def speed_rows(
     """Prefill and decode of each form of ours against its baselines, and of the baselines."""
     rows = []
     for ours, others in _BESIDE.items():
-        beside = {name: name for name in (ours, *others) if name in systems}
+        beside = [name for name in (ours, *others) if name in systems]
         if ours in beside:
             shown = process.rate_rows(results, beside, plan, ours=ours)
             rows += [each for each in shown if each.system == ours]
-    for name in (formats.LIVE, formats.STEPS, formats.LLAMA_CPP, formats.EDGE_QUANTIZER):
-        rows += process.rate_rows(results, {name: name}, plan, ours=name) if name in systems else []
+    for name in (LIVE, STEPS, LLAMA_CPP, EDGE_QUANTIZER):
+        rows += process.rate_rows(results, [name], plan, ours=name) if name in systems else []
     if runtime is not None:
         for prompt, phase in itertools.product(plan.prompt_tokens, ("prefill", "decode")):
             metric, case = f"{phase}_tokens_per_s", process.phase_case(phase, prompt, plan.decode_tokens)
             rows.append(
-                row(case, metric, median(runtime[metric]), "by its own clock", system=formats.LITERT_LM)
+                row(case, metric, statistics.median(runtime[metric]), "by its own clock", system=LITERT_LM)
             )
     return rows
 
@@ -204,10 +240,10 @@ def agreement_rows(
         return [child.answer(each, answer_tokens - 1, child.settings[0])["ids"] for each in prompts]
 
     case = f"{len(prompts)} answers of {answer_tokens} tokens"
-    wanted = answers(children[formats.LIVE])
+    wanted = answers(children[LIVE])
     rows = []
     for system, child in children.items():
-        if system not in (formats.LIVE, formats.LLAMA_CPP):
+        if system not in (LIVE, LLAMA_CPP):
             same = sum(one == other for one, other in zip(answers(child), wanted, strict=True))
             rows.append(row(case, "agreement", same / len(prompts), system=system))
     if runtime is not None and runtime["texts"]:
@@ -217,5 +253,339 @@ def agreement_rows(
             end = next((at for at, token in enumerate(each) if token in stops), len(each))
             texts.append(tokenizer.decode(each[:end]))
         same = sum(one.strip() == other.strip() for one, other in zip(runtime["texts"], texts, strict=True))
-        rows.append(row(case, "agreement", same / len(prompts), system=formats.LITERT_LM))
+        rows.append(row(case, "agreement", same / len(prompts), system=LITERT_LM))
     return rows
+
+
+def chunk_options(lengths: Sequence[int], context_tokens: int) -> list[object]:
+    """Options of an export with chunks of these lengths, as far as the context goes."""
+    return [part for each in lengths if each <= context_tokens for part in ("--chunk-tokens", each)]
+
+
+def llama_cpp(folder: Path, bench: Run[Plan]) -> dict[str, Opening]:
+    """What llama.cpp opens of a folder; nothing where it is not installed, which is told."""
+    if missing := missing_packages(*PEERS[LLAMA_CPP].packages):
+        bench.tell(f"without {LLAMA_CPP}: {missing} is not installed (pip install 'jaxllm[peers]')")
+        return {}
+    return {LLAMA_CPP: process.opening_of(bench.plan, LLAMA_CPP, folder, "Q8_0")}
+
+
+def make_exports(
+    bundle: Path, scratch: Path, context_tokens: int, text: Path | None, tell: Tell
+) -> dict[str, Export]:
+    """Exports a bundle in every format whose packages are installed.
+
+    Args:
+      scratch: a folder for the exports.
+      context_tokens: of all programs.
+      text: its end calibrates w8a8; None leaves that out.
+
+    Returns:
+      The exports by system.
+    """
+    made, commands = {}, _commands(scratch, context_tokens, text)
+    for form, module in _NEEDED.items():
+        if importlib.util.find_spec(module) is None:
+            missing = [system for system, options in commands.items() if options[1] == form]
+            tell(f"without {', '.join(missing)}: {module} is not installed (pip install 'jaxllm[export]')")
+            commands = {name: each for name, each in commands.items() if name not in missing}
+    for system, options in commands.items():
+        try:
+            made[system] = exported(bundle, scratch / str(options[1]) / system, *options)
+        except JaxllmError as error:
+            tell(f"without {system}: {error}")
+    if (floats := made.get(TFLITE["f32"])) is not None:
+        try:
+            made[EDGE_QUANTIZER] = quantize_folder(floats, scratch / EDGE_QUANTIZER)
+        except JaxllmError as error:
+            tell(f"without {EDGE_QUANTIZER}: {error}")
+    return made
+
+
+def _commands(scratch: Path, context_tokens: int, text: Path | None) -> dict[str, list[Any]]:
+    """Options of `jaxllm export` by system; the second one is the format."""
+    sizes = [*chunk_options(CPU_CHUNK_TOKENS, context_tokens), "--context", context_tokens]
+    platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
+    tree = ["--verify-tokens", min(VERIFY_TOKENS, context_tokens)]
+    commands: dict[str, list[Any]] = {
+        STABLEHLO: ["--format", "stablehlo", "--platform", platform, *sizes, *tree],
+        TFLITE["f32"]: ["--format", "tflite", *sizes, *tree],
+        TFLITE["int8"]: ["--format", "tflite", "--precision", "int8", *sizes, *tree],
+        LITERT_LM: ["--format", "litertlm", *sizes],
+    }
+    if text is not None:
+        part = scratch / "calibration.txt"
+        part.write_bytes(text.read_bytes()[-CALIBRATION_BYTES:])
+        w8a8 = ["--precision", "w8a8", "--static-verify", "--calibration-text", part]
+        commands[TFLITE["w8a8"]] = ["--format", "tflite", *w8a8, *sizes, *tree]
+    return commands
+
+
+def run_litert_lm(
+    bundle: Path, cache: Path, threads: int, plan: Plan, texts: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Runs Google's LiteRT-LM on a bundle, by its own clock; then answers texts greedily. In a process of its
+    own: its runtime takes text and does not give its tokens, so that it cannot be a `Session`.
+
+    Args:
+      cache: a folder.
+
+    Returns:
+      `init_ms`, `prefill_tokens_per_s` and `decode_tokens_per_s` of each round, `texts`, and `peak_bytes`.
+    """
+    import litert_lm
+
+    litert_lm.set_min_log_severity(litert_lm.LogSeverity.ERROR)
+    how: dict[str, Any] = {"max_num_tokens": plan.context_tokens, "cache_dir": str(cache)}
+    backend = litert_lm.Backend.CPU(thread_count=threads)
+    sizes = {"prefill_tokens": max(plan.prompt_tokens), "decode_tokens": plan.decode_tokens}
+    rounds = [litert_lm.Benchmark(str(bundle), backend, **sizes, **how).run() for _ in range(plan.rounds)]
+    engine = litert_lm.Engine(str(bundle), backend=backend, **how)
+
+    def answer(text: str) -> str:
+        session = engine.create_session(
+            sampler_config=litert_lm.SamplerConfig(top_k=1, temperature=0.0, seed=1),
+            apply_prompt_template=False,
+            max_output_tokens=plan.answer_tokens,
+        )
+        session.run_prefill([text])
+        return session.run_decode().texts[0]
+
+    return {
+        "init_ms": [1000 * each.init_time_in_second for each in rounds],
+        "prefill_tokens_per_s": [each.last_prefill_tokens_per_second for each in rounds],
+        "decode_tokens_per_s": [each.last_decode_tokens_per_second for each in rounds],
+        "texts": list(map(answer, texts)),
+        "peak_bytes": peak_resident_bytes(),
+    }
+
+
+PACKAGE = "ai-edge-quantizer"
+# In a process of its own: it brings its own LiteRT, and logs a lot. It identifies tensors by their names,
+# which several signatures of a model share.
+_SCRIPT = """
+import pathlib, sys
+from ai_edge_quantizer import quantizer, recipe
+from ai_edge_quantizer.utils import tfl_flatbuffer_utils
+floats, out = map(pathlib.Path, sys.argv[1:])
+model = tfl_flatbuffer_utils.read_model(floats)
+for number, subgraph in enumerate(model.subgraphs):
+    for place, tensor in enumerate(subgraph.tensors):
+        tensor.name = f"{number}/{place}".encode()
+renamed = out.with_suffix(".floats")
+tfl_flatbuffer_utils.write_model(model, renamed)
+result = quantizer.Quantizer(str(renamed), recipe.dynamic_wi8_afp32()).quantize(enable_progress_report=False)
+result.export_model(str(out), overwrite=True)
+renamed.unlink()
+"""
+
+
+def quantize_folder(floats: Export, out: Path) -> Export:
+    """Writes a copy of a folder of TFLite programs with its model quantized.
+
+    Args:
+      floats: made by `jaxllm export --format tflite`.
+      out: a folder that is not there yet.
+
+    Raises:
+      JaxllmError: the package could not do it, or is not installed.
+    """
+    manifest, began = Manifest.read(floats.path), time.perf_counter()
+    (model,) = {each.file for each in manifest.signatures}
+    shutil.copytree(floats.path, out, ignore=shutil.ignore_patterns(model, MANIFEST))
+    quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+    run_python(PACKAGE, "-c", _SCRIPT, floats.path / model, out / model, env=quiet)
+    files = {**manifest.files, model: StoredFile.of(out / model)}
+    dataclasses.replace(manifest, precision="int8", files=files).write(out)
+    return Export.of(out, began, floats.export_ms)
+
+
+SHADOW = f"{TFLITE['w8a8']}-shadow"
+_SUFFIX = "-blocks"
+
+
+def _options(bench: Run[Plan], *own: object, chunks: Sequence[int] = (16, 64, 256)) -> list[object]:
+    """Options of a TFLite export of the plan's sizes, with one length of caches."""
+    context = bench.plan.context_tokens
+    sizes = ["--context", context, "--cache-tokens", 0, *chunk_options(chunks, context)]
+    return ["--format", "tflite", *own, *sizes]
+
+
+def sampling_rows(bundle: Path, bench: Run[Plan]) -> list[Row]:
+    """Decoding by programs of `BLOCK_TOKENS` tokens with sampling inside, beside the same model by a dispatch
+    for each token with NumPy's sampling; greedy, and drawn. The bundle has float weights; prompts have the
+    first length."""
+    plan, openings = bench.plan, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for precision, (suffix, block) in itertools.product(
+            plan.sampled_precisions, {"": 0, _SUFFIX: BLOCK_TOKENS}.items()
+        ):
+            name = f"{TFLITE[precision]}{suffix}"
+            options = _options(bench, "--precision", precision, "--block-tokens", block)
+            made = exported(bundle, Path(folder) / name, *options)
+            openings[name] = process.opening_of(plan, "device-programs", made.path)
+        with process.opened(openings, bench.progress) as children:
+            systems = [
+                process.System(f"{name} {how}", child, (how,))
+                for name, child in children.items()
+                for how in (GREEDY, DRAWN)
+            ]
+            results = _alternated(systems, bundle, bench, plan.prompt_tokens[:1])
+    rows, (prompt, *_) = [], {length for _, length in results}
+    for precision, how in itertools.product(plan.sampled_precisions, (GREEDY, DRAWN)):
+        ours = f"{TFLITE[precision]}{_SUFFIX}"
+        rates = {
+            each: results[f"{each} {how}", prompt].rate("decode", plan.decode_tokens)
+            for each in (ours, TFLITE[precision])
+        }
+        case = f"{process.phase_case('decode', prompt, plan.decode_tokens)}, {how}"
+        rows += compared(case, "decode_tokens_per_s", rates, ours=ours)
+    return rows
+
+
+def shadow_rows(integer: Path, bench: Run[Plan]) -> list[Row]:
+    """Prefill by W8A8 programs with the shadow of a calibrated bundle, beside those without, the int8
+    programs, and llama.cpp."""
+    plan, openings = bench.plan, {}
+    with tempfile.TemporaryDirectory() as folder:
+        static = ["--precision", "w8a8", *_calibration(integer, plan.text, Path(folder))]
+        forms = {
+            SHADOW: static,
+            TFLITE["w8a8"]: [*static, "--without-shadow"],
+            TFLITE["int8"]: ["--precision", "int8"],
+        }
+        for name, options in forms.items():
+            made = exported(integer, Path(folder) / name, *_options(bench, *options))
+            openings[name] = process.opening_of(plan, "programs", made.path)
+        openings |= llama_cpp(Checkpoint.find(integer).folder(bench.progress), bench)
+        with process.opened(openings, bench.progress) as children:
+            systems = [process.System(name, child, tuple(child.settings)) for name, child in children.items()]
+            results = _alternated(systems, integer, bench, plan.prompt_tokens)
+    rows = process.rate_rows(results, openings, plan, ours=SHADOW)
+    return [each for each in rows if each.metric == "prefill_tokens_per_s"]
+
+
+def _calibration(integer: Path, text: Path | None, folder: Path) -> list[object]:
+    """The option that gives the steps of outputs: the end of a text, or words of a bundle's vocabulary."""
+    part = folder / "calibration.txt"
+    if text is not None:
+        part.write_bytes(text.read_bytes()[-CALIBRATION_BYTES:])
+    else:
+        with Bundle.open(integer) as bundle:
+            words = process.prompt_ids(bundle.cfg.vocab_size, 2048)
+            part.write_text(Tokenizer(bundle.tokenizer_files()).decode(words), encoding="utf-8")
+    return ["--calibration-text", part]
+
+
+def _alternated(
+    systems: Sequence[process.System], bundle: Path, bench: Run[Plan], lengths: Sequence[int]
+) -> process.Results:
+    """The results of prompts of these lengths, or half the context."""
+    with Bundle.open(bundle) as model:
+        vocab_size = model.cfg.vocab_size
+    fitting = tuple(sorted({min(each, bench.plan.context_tokens // 2) for each in lengths}))
+    plan = bench.changed(prompt_tokens=fitting).plan
+    return process.alternate(systems, vocab_size, plan=plan, progress=bench.progress)
+
+
+STAGES = "jaxllm-stages"
+_ORDERS: dict[str, Order] = {
+    STAGES: "out-of-order",
+    f"{STAGES}-in-order": "in-order",
+    f"{STAGES}-equation-5": "equation-5",
+}
+
+
+def stage_rows(integer: Path, bench: Run[Plan]) -> list[Row]:
+    """Makespans of prompts of a calibrated bundle on two processors, one more of half the context among them.
+
+    Raises:
+      JaxllmError: exporting or measuring failed.
+    """
+    plan = bench.plan
+    with tempfile.TemporaryDirectory() as folder:
+        own = ["--precision", "w8a8", "--stages", *_calibration(integer, plan.text, Path(folder))]
+        bench.progress("Measuring", 0, 2)
+        # Short chunks give the order more to choose from.
+        options = _options(bench, *own, chunks=(64, 128, 256))
+        made = exported(integer, Path(folder) / "stages", *options)
+        bench.progress("Measuring", 1, 2)
+        half = plan.context_tokens // 2
+        lengths = sorted({*(min(each, half) for each in plan.prompt_tokens), half})
+        found = in_process(_measured, made.path, lengths, plan.rounds)
+    bench.progress("Measuring", 2, 2)
+    return makespan_rows(found)
+
+
+def makespan_rows(found: dict[int, Any]) -> list[Row]:
+    """Rows of prompts by length, of what was measured of each system."""
+    rows = []
+    for length, systems in found.items():
+        case = f"prompt {length}, two processors"
+        ordered = {name: each for name, each in systems.items() if name in _ORDERS}
+        notes = {
+            name: f"chunks of {each['chunks']}; {each['real_to_simulated'] - 1:+.0%} against simulated "
+            f"{each['simulated_ms']:.0f} ms"
+            for name, each in ordered.items()
+        }
+        spans = {name: each["real_ms"] for name, each in systems.items()}
+        rows += compared(case, "makespan_ms", spans, notes, ours=STAGES)
+        for name, each in ordered.items():
+            rows.append(row(case, "real_to_simulated", each["real_to_simulated"], system=name))
+    return rows
+
+
+def _measured(folder: Path, lengths: Sequence[int], rounds: int) -> dict[int, Any]:
+    """Milliseconds of prompts of these lengths, by length and system."""
+    manifest = Manifest.read(folder)
+    stages, runner = StagePrograms(manifest, folder), open_program(folder).runner
+    draw, found = np.random.default_rng(0), {}
+    vocab_size = stages.cfg.vocab_size
+    for tokens in stages.facts.chunk_tokens:
+        stages.measure(tokens)
+    for length in lengths:
+        plan, runs = list(stages.plan(length, 0)), {}
+        for number in range(rounds + 1):
+            tokens = draw.integers(0, vocab_size, length).tolist()
+            for name in list(_ORDERS) if number % 2 else list(_ORDERS)[::-1]:
+                runs.setdefault(name, []).append(_timed(stages, _ORDERS[name], tokens, plan))
+            cache = runner.start(length + 1)
+            wait_for_quiet(0.3)
+            began = time.perf_counter()
+            runner.prefill(cache, [*tokens, 0], 0, runner.prefill_chunks(length + 1)[0])
+            runs.setdefault(TFLITE["w8a8"], []).append({"real_ms": 1000 * (time.perf_counter() - began)})
+        # The first run of each is not counted.
+        found[length] = {
+            name: {key: statistics.median(run[key] for run in each[1:]) for key in each[0]}
+            for name, each in runs.items()
+        }
+        for name in _ORDERS:
+            found[length][name]["chunks"] = " + ".join(map(str, plan))
+    stages.close()
+    return found
+
+
+def _timed(
+    stages: StagePrograms, order: Order, tokens: list[int], lengths: Sequence[int]
+) -> dict[str, float]:
+    """Milliseconds of a prompt, and the simulator's by times that were measured just before: they change with
+    the machine's load, from moment to moment."""
+    for length in dict.fromkeys(lengths):
+        stages.measure(length, runs=1)
+    chunks = [(length, sum(lengths[:place])) for place, length in enumerate(lengths)]
+    subgraphs = stages.subgraphs(len(lengths))
+    simulated_ms = simulate(
+        subgraphs,
+        stages.times_of(chunks),
+        order,
+        overhead_ms=stages.measured.handover_ms,
+        shared=stages.times_of(chunks, shared=True),
+    ).makespan_ms
+    stages.order = order
+    wait_for_quiet(0.3)
+    _, trace = stages.prefill(tokens, 0, {}, lengths)
+    return {
+        "real_ms": trace.makespan_ms,
+        "simulated_ms": simulated_ms,
+        "real_to_simulated": trace.makespan_ms / simulated_ms,
+    }

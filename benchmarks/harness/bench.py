@@ -6,7 +6,7 @@
         contexts: tuple[int, ...] = sized((2, 4, 8), "Number of active contexts.", quick=(4,), low=1)
 
     @benchmark("contexts", Plan)
-    def contexts_command(bench: Run[Plan]) -> Result: ...
+    def contexts_command(bench: Run[Plan]) -> Run[Plan]: ...
 
 A field of a plan has a value for the whole measurement and one for a quick run; with a help text it is an
 option of the command, too. Every benchmark runs without options, on packaged models and samples, in about a
@@ -16,6 +16,8 @@ modules define are written out here; `tests/benchmarks/test_harness.py` compares
 
 import dataclasses
 import functools
+import importlib
+import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
@@ -29,14 +31,11 @@ from jaxllm.formats import WeightFormat
 from jaxllm.options import Declaration, click_option
 
 if TYPE_CHECKING:
-    from benchmarks.harness.report import Draw, Row
     from jaxllm.config import ModelConfig
     from jaxllm.serving.host.progress import Progress
 
 Command = Callable[..., Any]
 Tell = Callable[[str], None]
-# What a command returns: its rows, and what draws them where they are not all drawn as bars.
-Result = tuple["Sequence[Row]", "Draw | None"]
 DENSE_SHAPES = ("15m", "110m", "250m", "0.5b", "1b")
 MIXTURE_SHAPES = ("moe-1b",)
 SEQ2SEQ_SHAPES = ("t5-base", "mt5-large")
@@ -61,21 +60,16 @@ def sized(full: Any, text: str = "", *flags: str, quick: Any = None, default: st
     """
     declared = Declaration(text, **{name: how.pop(name) for name in _BOUNDS if name in how})
     several = " Repeatable." if isinstance(full, tuple) else ""
-    default = default or _shown(full, quick)
-    how = {"help": f"{text}{several}{default and f'  [default: {default}]'}", **how}
-    return dataclasses.field(
-        default=full, metadata={"quick": quick, "option": declared, "flags": flags, "how": how}
-    )
-
-
-def _shown(full: Any, quick: Any) -> str:
-    """The defaults of an option, for its help."""
-    texts = [
+    shown = [
         ", ".join(map(str, each)) if isinstance(each, tuple) else str(each)
         for each in (full, quick)
         if each not in (None, "", (), False)
     ]
-    return f"{texts[1]}; with --full {texts[0]}" if len(texts) == 2 else "".join(texts)
+    default = default or (f"{shown[1]}; with --full {shown[0]}" if len(shown) == 2 else "".join(shown))
+    how = {"help": f"{text}{several}{default and f'  [default: {default}]'}", **how}
+    return dataclasses.field(
+        default=full, metadata={"quick": quick, "option": declared, "flags": flags, "how": how}
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,6 +140,8 @@ class TimedPlan(ThreadsPlan):
 
 
 Sizes = TypeVar("Sizes", bound=BasePlan)
+# Prints a line for the user on standard error, besides the rows.
+tell: Tell = functools.partial(click.echo, err=True)
 
 
 def silent(stage: str, done: int, total: int) -> None:
@@ -221,8 +217,9 @@ def benchmark(
     packaged: str = "default",
     shapes: Sequence[str] = (*DENSE_SHAPES, *MIXTURE_SHAPES),
 ) -> Callable[[Callable[[Any], Any]], click.Command]:
-    """The command of a function that measures a `Run`, with the options of its plan and those that all
-    benchmarks have.
+    """The command of a function that checks what was asked for and says what is measured, with the options of
+    its plan and those that all benchmarks have. The function `run` of its package's module `run` measures it,
+    and `draw`, where there is one, draws its rows.
 
     Args:
       packaged: name of the model that is measured where none is given.
@@ -244,8 +241,9 @@ def benchmark(
         ),
     ]
 
-    def decorate(measure: Callable[[Any], Any]) -> click.Command:
+    def decorate(ask: Callable[[Any], Any]) -> click.Command:
         def run(model: Path | None, shape: str | None, quick: bool, **given: Any) -> None:
+            from benchmarks.harness.report import emit
             from jaxllm.serving.ground.bundles import find_model
 
             if shape is not None and model is not None:
@@ -264,32 +262,22 @@ def benchmark(
                     progress=progress,
                     tell=tell,
                 )
-                rows, draw = measure(bench)
-            report(name, rows, draw, **how)
+                bench = ask(bench)
+                room = importlib.import_module(f"{ask.__module__}.run")
+                rows, draw = room.run(bench), getattr(room, "draw", None)
+            emit(name, rows, functools.partial(draw, kept=bench.kept) if bench.kept else draw, **how)
 
         declared = [
             click_option(plan, field.name, *field.metadata["flags"], **field.metadata["how"])
             for field in dataclasses.fields(plan)
             if "option" in field.metadata and field.metadata["option"].help
         ]
-        command: Command = functools.wraps(measure)(run)
+        command: Command = functools.wraps(ask)(run)
         for option in reversed((*choices, *declared, *REPORT_OPTIONS)):
             command = option(command)
         return click.command(name, cls=EngineCommand)(command)
 
     return decorate
-
-
-def report(
-    bench: str, rows: "Sequence[Row]", draw: "Draw | None" = None, *, plot: Path | None, as_json: bool
-) -> None:
-    """Prints the rows of a benchmark, and draws them into the folder `plot` if there is one: by `draw`, or as
-    bars."""
-    from benchmarks.harness.report import draw_metrics, emit
-
-    emit(bench, rows, as_json=as_json)
-    if plot is not None:
-        (draw or functools.partial(draw_metrics, bench))(rows, plot)
 
 
 def parts_of(parts: Mapping[str, str]) -> Any:
@@ -310,19 +298,29 @@ def devices_of(names: Sequence[str], quick: str = "real") -> Any:
     return sized(tuple(names), text, "--device", quick=(quick,), type=click.Choice(names), default=shown)
 
 
-def tell(message: str) -> None:
-    """Prints a line for the user on standard error, besides the rows."""
-    click.echo(message, err=True)
+def check_plot(
+    context: click.Context | None, parameter: click.Parameter | None, plot: Path | None
+) -> Path | None:
+    """Refuses a folder for figures that cannot be drawn into, before anything is measured.
 
-
-def _writable(context: click.Context, parameter: click.Parameter, plot: Path | None) -> Path | None:
-    """Refuses a folder that cannot be drawn into before anything is measured."""
+    Raises:
+      click.UsageError: matplotlib is missing, or the folder cannot be made or written.
+    """
     del context, parameter
-    if plot is not None:
-        from benchmarks.harness.report import check_plot
-
-        check_plot(plot)
-    return plot
+    if plot is None:
+        return None
+    try:
+        import matplotlib.pyplot  # noqa: F401
+    except ImportError as error:
+        raise click.UsageError("--plot needs matplotlib: pip install 'jaxllm[plot]'") from error
+    try:
+        plot.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=plot):
+            return plot
+    except OSError as error:
+        raise click.UsageError(
+            f"--plot {plot}: cannot be written ({error.strerror}); name another"
+        ) from error
 
 
 REPORT_OPTIONS = (
@@ -333,7 +331,7 @@ REPORT_OPTIONS = (
         "[default: quick]",
     ),
     click.option(
-        "--plot", type=PATH, metavar="DIR", callback=_writable, help="Draw figures into this folder."
+        "--plot", type=PATH, metavar="DIR", callback=check_plot, help="Draw figures into this folder."
     ),
     json_option,
 )

@@ -22,7 +22,7 @@ import os
 import platform
 import resource
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -101,61 +101,43 @@ def _process_s(pid: int) -> float | None:
         return None
 
 
-class MemoryProbe:
-    """Reads a buffer by the loops that are fastest on this machine. A context manager."""
+@contextlib.contextmanager
+def memory_probe(threads: int, *, buffer_bytes: int = 1 << 29) -> Iterator[Callable[[], float]]:
+    """Yields what measures the bytes that threads read per second, by the loops that are fastest here.
 
-    def __init__(self, threads: int, *, buffer_bytes: int = 1 << 29) -> None:
-        """Makes the buffer and finds the fastest loops.
+    Args:
+      threads: that read together; at most the cores that this process may use.
+      buffer_bytes: read at a time; less than the caches hold would measure the caches.
+    """
+    buffer = np.zeros(buffer_bytes // 8, np.int64)
+    buffer += 1  # written, so that it is memory and not the one page of zeros
+    cores = sorted(os.sched_getaffinity(0))[:threads] if hasattr(os, "sched_getaffinity") else None
 
-        Args:
-          threads: that read together; at most the cores that this process may use.
-          buffer_bytes: read at a time; less than the caches hold would measure the caches.
-        """
-        self._buffer = np.zeros(buffer_bytes // 8, np.int64)
-        self._buffer += 1  # written, so that it is memory and not the one page of zeros
-        self._threads = threads
-        cores = sorted(os.sched_getaffinity(0))[:threads] if hasattr(os, "sched_getaffinity") else None
+    def pin() -> None:
+        if cores is not None:
+            os.sched_setaffinity(0, cores)  # of the calling thread
 
-        def pin() -> None:
-            if cores is not None:
-                os.sched_setaffinity(0, cores)  # of the calling thread
+    def read_s(word: type | None) -> float:
+        """The seconds of a pass by words of a type; None for the native kernel."""
+        parts = np.array_split(buffer.view(word or np.uint8), threads)
+        if word is None:
+            # Set each time: threads belong to the process.
+            native.set_threads(threads)
+        began = time.perf_counter()
+        if word is None:
+            native.read_all(buffer)
+        else:
+            list(pool.map(np.max, parts))
+        return time.perf_counter() - began
 
-        self._pool = concurrent.futures.ThreadPoolExecutor(threads, initializer=pin)
+    with concurrent.futures.ThreadPoolExecutor(threads, initializer=pin) as pool:
         # The same loop (a running maximum) over words of other widths: which of them numpy reads with the
         # widest loads, and enough of them in flight, differs between its builds. Sums are slower than memory.
-        words = (np.uint8, np.int32, np.float32, np.int64)
-        loops: list[Callable[[], float]] = [self._by_words(word) for word in words]
-        if native.kernels().native:
-            loops.append(self._by_kernel)
-        trials = [min(loop() for _ in range(3)) for loop in loops]
-        self._loops = [loops[i] for i in np.argsort(trials)[:2]]
-
-    def __enter__(self) -> "MemoryProbe":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._pool.shutdown()
-
-    def bytes_per_s(self) -> float:
-        """Bytes that the threads read per second, in the fastest of a few rounds."""
-        return self._buffer.nbytes / min(loop() for _ in range(2) for loop in self._loops)
-
-    def _by_words(self, word: type) -> Callable[[], float]:
-        parts = np.array_split(self._buffer.view(word), self._threads)
-
-        def read_s() -> float:
-            began = time.perf_counter()
-            list(self._pool.map(np.max, parts))
-            return time.perf_counter() - began
-
-        return read_s
-
-    def _by_kernel(self) -> float:
-        # Set each time: threads belong to the process.
-        native.set_threads(self._threads)
-        began = time.perf_counter()
-        native.read_all(self._buffer)
-        return time.perf_counter() - began
+        words = [np.uint8, np.int32, np.float32, np.int64, *([None] if native.kernels().native else [])]
+        trials = [min(read_s(word) for _ in range(3)) for word in words]
+        fastest = [words[place] for place in np.argsort(trials)[:2]]
+        # In the fastest of a few rounds.
+        yield lambda: buffer.nbytes / min(read_s(word) for _ in range(2) for word in fastest)
 
 
 class EnergyMeter:
@@ -245,16 +227,20 @@ def named_devices(names: Iterable[str]) -> tuple[Device, ...]:
     return tuple(DEVICES[name] for name in names)
 
 
+def memory_of(pid: int | str, name: str, file: str = "status") -> int | None:
+    """The bytes that Linux counts of a process under a name; None where the system does not tell."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
 def peak_resident_bytes() -> int:
     """Peak of resident memory since the process began or since `reset_peak_memory`."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    # Kibibytes, but bytes on macOS.
+    # Elsewhere kibibytes, but bytes on macOS.
     unit = 1 if platform.system() == "Darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return memory_of("self", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def reset_peak_memory() -> bool:
@@ -277,24 +263,18 @@ def array_bytes(arrays: Iterable[jax.Array | np.ndarray]) -> int:
       OSError: the system does not tell.
     """
 
-    def address(array: jax.Array | np.ndarray) -> int:
+    libc, total = ctypes.CDLL(None, use_errno=True), 0
+    for array in arrays:
         if isinstance(array, jax.Array):
-            return array.addressable_data(0).unsafe_buffer_pointer()
-        return array.ctypes.data
-
-    return sum(_resident(address(each), each.nbytes) for each in arrays)
-
-
-def _resident(address: int, size: int) -> int:
-    """Bytes of a stretch of memory in pages that are there; less than a page counts as it is."""
-    begin, end = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, address + size
-    pages = (end - begin) // mmap.PAGESIZE
-    if pages <= 0:
-        return size
-    there = (ctypes.c_ubyte * pages)()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(pages * mmap.PAGESIZE), there):
-        number = ctypes.get_errno()
-        raise OSError(number, f"mincore: {os.strerror(number)}")
-    whole = pages * mmap.PAGESIZE
-    return size - whole + mmap.PAGESIZE * sum(each & 1 for each in bytes(there))
+            address = array.addressable_data(0).unsafe_buffer_pointer()
+        else:
+            address = array.ctypes.data
+        begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        pages = max(0, (address + array.nbytes - begin) // mmap.PAGESIZE)
+        there, whole = (ctypes.c_ubyte * pages)(), pages * mmap.PAGESIZE
+        if pages and libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(whole), there):
+            number = ctypes.get_errno()
+            raise OSError(number, f"mincore: {os.strerror(number)}")
+        # Less than a page counts as it is.
+        total += array.nbytes - whole + mmap.PAGESIZE * sum(each & 1 for each in bytes(there))
+    return total

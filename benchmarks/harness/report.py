@@ -8,12 +8,10 @@ section 3.8). Two systems are compared request by request, which cancels how har
 """
 
 import dataclasses
+import functools
 import json
-import os
 import platform
 import re
-import statistics
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxllm.serving.host.machine import cpu_features, usable_cores
 from jaxllm.version import __version__
 
 # Our system's name in rows.
@@ -68,17 +67,13 @@ class Row:
 Draw = Callable[[Sequence[Row], Path], None]
 
 
-def median(values: Iterable[float]) -> float:
-    """Median of repeated measurements."""
-    return statistics.median(values)
-
-
 def machine() -> dict[str, Any]:
     """Describes the hardware and software that were measured, without naming the machine."""
     device = jax.devices()[0]
+    cpus = [line.partition(":")[2].strip() for line in cpu_features() if line.startswith("model name")]
     return {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": cpus[0] if cpus else platform.processor() or platform.machine(),
+        "cores": usable_cores(),
         "device": device.device_kind,
         "backend": jax.default_backend(),
         "python": platform.python_version(),
@@ -139,29 +134,30 @@ def less_is_better(metric: str) -> bool:
     return metric in _LESS or unit_of(metric) in _LESS
 
 
-def emit(bench: str, rows: Sequence[Row], *, as_json: bool) -> None:
-    """Prints the result as a table or as JSON."""
+def emit(
+    bench: str, rows: Sequence[Row], draw: Draw | None = None, *, as_json: bool, plot: Path | None = None
+) -> None:
+    """Prints the rows as a table or as JSON, and draws them into the folder `plot` if there is one, by `draw`
+    or as bars."""
+    about = machine()
     if as_json:
-        result = {"bench": bench, "machine": machine(), "rows": [dataclasses.asdict(r) for r in rows]}
+        result = {"bench": bench, "machine": about, "rows": [dataclasses.asdict(r) for r in rows]}
         click.echo(json.dumps(result))
     else:
         console = Console()
         # A file or pipe has no width; the usual 80 columns would break the rows.
         console.width = console.width if console.is_terminal else 180
-        console.print(_table(bench, rows))
-
-
-def _table(bench: str, rows: Sequence[Row]) -> Table:
-    table = Table(title=f"bench {bench} ({machine()['cpu']}, {machine()['cores']} cores)")
-    noted = any(row.note for row in rows)
-    for heading in ("case", "system", "metric", "value", "against", "ratio", *(["note"] if noted else [])):
-        right = heading in ("value", "ratio")
-        table.add_column(heading, justify="right" if right else "left")
-    for row in rows:
-        ratio = "" if row.ratio is None else f"{row.ratio:.2f}x"
-        cells = [row.case, row.system, row.metric, _shown(row), row.baseline or "", ratio]
-        table.add_row(*cells, *([row.note or ""] if noted else []))
-    return table
+        table = Table(title=f"bench {bench} ({about['cpu']}, {about['cores']} cores)")
+        noted = any(row.note for row in rows)
+        for heading in ("case", "system", "metric", "value", "against", "ratio", *["note"] * noted):
+            table.add_column(heading, justify="right" if heading in ("value", "ratio") else "left")
+        for row in rows:
+            ratio = "" if row.ratio is None else f"{row.ratio:.2f}x"
+            cells = [row.case, row.system, row.metric, _shown(row), row.baseline or "", ratio]
+            table.add_row(*cells, *[row.note or ""] * noted)
+        console.print(table)
+    if plot is not None:
+        (draw or functools.partial(draw_metrics, bench))(rows, plot)
 
 
 def _shown(row: Row) -> str:
@@ -173,15 +169,6 @@ def _shown(row: Row) -> str:
     if row.unit == "share":
         return f"{100 * row.value:,.0f} %"
     return f"{row.value:,.{_DIGITS.get(row.metric, 1)}f} {row.unit}".rstrip()
-
-
-def _cpu_model() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.lower().startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 _DRAWS = 2000
@@ -260,36 +247,22 @@ class Figure:
     log: bool = False
 
 
-def check_plot(folder: Path | None) -> None:
-    """Refuses a folder for figures that cannot be drawn into, before anything is measured.
-
-    Raises:
-      click.UsageError: matplotlib is missing, or the folder cannot be made or written.
-    """
-    if folder is None:
-        return
-    try:
-        import matplotlib.pyplot  # noqa: F401
-    except ImportError as error:
-        raise click.UsageError("--plot needs matplotlib: pip install 'jaxllm[plot]'") from error
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise click.UsageError(
-            f"--plot {folder}: cannot be written ({error.strerror}); name another"
-        ) from error
-
-
 def draw_figures(bench: str, figures: Iterable[Figure], rows: Sequence[Row], folder: Path) -> None:
     """Draws the figures that the rows allow into a folder, a PNG each."""
-    check_plot(folder)
     import matplotlib.pyplot as plt
 
     for figure in figures:
-        for part, points in _parts(figure, rows).items():
-            drawn, axes = plt.subplots(figsize=_size(figure, points), layout="constrained")
+        parts: dict[str, Points] = {}
+        for row in rows:
+            found = re.fullmatch(figure.case, row.case) if row.metric == figure.metric else None
+            if found is not None:
+                groups = found.groupdict()
+                part = " ".join(each for name, each in groups.items() if name.startswith("of"))
+                parts.setdefault(part, {})[groups["x"], groups.get("line") or row.system] = row.value
+        for part, points in parts.items():
+            size = (8, 1 + 0.4 * len(points)) if figure.kind == "bars" else (7, 4.5)
+            size = (11, 4.5) if figure.kind == "groups" else size
+            drawn, axes = plt.subplots(figsize=size, layout="constrained")
             if figure.across:
                 axes.set_xlabel(figure.across)
             (axes.set_xlabel if figure.kind == "bars" else axes.set_ylabel)(figure.up)
@@ -313,24 +286,6 @@ def draw_metrics(bench: str, rows: Sequence[Row], folder: Path) -> None:
         rows,
         folder,
     )
-
-
-def _parts(figure: Figure, rows: Sequence[Row]) -> dict[str, Points]:
-    parts: dict[str, Points] = {}
-    for row in rows:
-        found = re.fullmatch(figure.case, row.case) if row.metric == figure.metric else None
-        if found is not None:
-            groups = found.groupdict()
-            line = groups.get("line") or row.system
-            part = " ".join(each for name, each in groups.items() if name.startswith("of"))
-            parts.setdefault(part, {})[groups["x"], line] = row.value
-    return parts
-
-
-def _size(figure: Figure, points: Points) -> tuple[float, float]:
-    if figure.kind == "bars":
-        return 8, 1 + 0.4 * len(points)
-    return 11 if figure.kind == "groups" else 7, 4.5
 
 
 def _lines(axes: Any, points: Points) -> None:

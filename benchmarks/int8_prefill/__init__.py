@@ -51,3 +51,22 @@ class Plan(plans.DataPlan):
     quantizers: tuple[str, ...] = plans.sized(
         QUANTIZERS, quick=tuple(each for each in QUANTIZERS if each != "jaxllm-per-tensor")
     )
+
+
+@plans.benchmark("prefill", Plan, "draft", plans.DENSE_SHAPES)
+def prefill_command(bench: plans.Run[Plan]) -> plans.Run[Plan]:
+    """Measure the speed and the loss of integer prefill.
+
+    Runs prompts on one processor and on two, and compares the loss of a trained model with that of other
+    quantizers of activations. The order of subgraphs is simulated on a phone, too.
+
+    \b
+    Example:
+      jaxllm bench prefill
+      jaxllm bench prefill --shape 110m --only two-processors
+    """
+    if bench.shape is not None:
+        bench = bench.without(("accuracy", "pruning"), "random weights have none")
+    if bench.is_quick and bench.plan.data is None:
+        bench = bench.changed(tasks=())
+    return bench

@@ -16,7 +16,6 @@ bits).
   whose rotation is done on the fly for all four products here).
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,8 +37,6 @@ _ALPHA = 0.5
 _SPAN, _GROUP = 256, 32
 # What a quantizer prepared for each layer and product: arrays.
 Arrays = list[list[Any]]
-# A product's prepared arrays and its input `[T, inputs]` -> `[T, outputs]` of all its weights together.
-Multiply = Callable[[Any, jax.Array], jax.Array]
 
 
 def dense_matrix(params: Params, layer: int, product: int, cfg: ModelConfig) -> tuple[np.ndarray, list[int]]:
@@ -64,7 +61,7 @@ def rule_of(
     """A quantizer's arrays, and the function that makes its rule of them.
 
     Args:
-      name: of `QUANTIZERS`.
+      name: of `benchmarks.int8_prefill.QUANTIZERS`.
       stored: the same at 8 bits, with the scales that the quantizer has.
       tops: see `jaxllm.int8_prefill.calibration.channel_tops`, of the calibration text.
       calibration: ours, of `stored`.
@@ -75,7 +72,6 @@ def rule_of(
     if name in (OURS, PER_TENSOR):
         taken = stored, calibration.layers(100, cfg)
         return taken, lambda both: integer_rule(both[0], both[1], cfg)
-    prepare, multiply = _MAKERS[name]
     arrays: Arrays = []
     cuts: list[list[list[int]]] = []
     for layer in range(cfg.layers):
@@ -83,7 +79,9 @@ def rule_of(
         cuts.append([])
         for product in range(len(PRODUCTS)):
             matrix, sizes = dense_matrix(floats, layer, product, cfg)
-            arrays[-1].append(jax.tree.map(jnp.asarray, prepare(matrix, tops[layer][product], product)))
+            arrays[-1].append(
+                jax.tree.map(jnp.asarray, _prepared(name, matrix, tops[layer][product], product))
+            )
             cuts[-1].append(np.cumsum(sizes)[:-1].tolist())
     if name == "Hadamard":
         # Steps are those of the rotated inputs.
@@ -97,7 +95,7 @@ def rule_of(
 
     def made(arrays: Arrays) -> Rule:
         def rule(layer: int, product: int, x: jax.Array) -> Sequence[jax.Array]:
-            return jnp.split(multiply(arrays[layer][product], x), cuts[layer][product], axis=1)
+            return jnp.split(_multiply(name, arrays[layer][product], x), cuts[layer][product], axis=1)
 
         return rule
 
@@ -110,82 +108,41 @@ def _by_channel(matrix: np.ndarray) -> np.ndarray:
     return (np.rint(matrix / scale) * scale).astype(np.float32)
 
 
-def _step(tops: np.ndarray) -> np.float32:
-    return np.float32(max(float(tops.max()) / 127, 1e-20))
+def _prepared(name: str, matrix: np.ndarray, tops: np.ndarray, product: int) -> tuple[Any, ...]:
+    """What a quantizer multiplies by: matrices, and of static steps the factors of inputs and the step."""
+    if name == "Hadamard":
+        rotation = hadamard(len(matrix))
+        return _by_channel(rotation.T @ matrix), rotation
+    if name == "LLM.int8()":
+        return _by_channel(matrix), matrix
+    if name == "K-Quant":
+        inputs, outputs = matrix.shape
+        padded = np.pad(matrix, ((0, -inputs % _GROUP), (0, 0))).reshape(-1, _GROUP, outputs)
+        scale = np.maximum(np.abs(padded).max(1, keepdims=True), 1e-30) / 127
+        return ((np.rint(padded / scale) * scale).reshape(-1, outputs)[:inputs].astype(np.float32),)
+    factor = np.ones(len(matrix), np.float32)
+    # SmoothQuant's products are those after norms, into whose scales the smoothing goes.
+    if name == "SmoothQuant-all" or (name == "SmoothQuant" and product in (0, 2)):
+        # Of each input (equation 4).
+        weights = np.maximum(np.abs(matrix).max(1), 1e-5)
+        smoothed = np.maximum(tops, 1e-5) ** _ALPHA / weights ** (1 - _ALPHA)
+        factor = np.maximum(smoothed, 1e-5).astype(np.float32)
+    step = np.float32(max(float((tops / factor).max()) / 127, 1e-20))
+    return _by_channel(matrix * factor[:, None]), factor, step
 
 
-def _naive(matrix: np.ndarray, tops: np.ndarray, product: int) -> Any:
-    del product
-    return _by_channel(matrix), _step(tops)
-
-
-def _multiply_stepped(prepared: Any, x: jax.Array) -> jax.Array:
-    matrix, step = prepared
-    return rounded(x, step) @ matrix
-
-
-def _smoothing(matrix: np.ndarray, tops: np.ndarray) -> np.ndarray:
-    """SmoothQuant's factor of each input (equation 4)."""
-    weights = np.maximum(np.abs(matrix).max(1), 1e-5)
-    return np.maximum(np.maximum(tops, 1e-5) ** _ALPHA / weights ** (1 - _ALPHA), 1e-5).astype(np.float32)
-
-
-def _smooth(products: Sequence[int], matrix: np.ndarray, tops: np.ndarray, product: int) -> Any:
-    factor = _smoothing(matrix, tops) if product in products else np.ones(len(matrix), np.float32)
-    return _by_channel(matrix * factor[:, None]), _step(tops / factor), factor
-
-
-def _multiply_smoothed(prepared: Any, x: jax.Array) -> jax.Array:
-    matrix, step, factor = prepared
-    return rounded(x / factor, step) @ matrix
-
-
-def _mixed(matrix: np.ndarray, tops: np.ndarray, product: int) -> Any:
-    del tops, product
-    return _by_channel(matrix), matrix
-
-
-def _multiply_mixed(prepared: Any, x: jax.Array) -> jax.Array:
-    matrix, floats = prepared
-    large = jnp.any(jnp.abs(x) >= 6.0, axis=0)
-    rest = jnp.where(large, 0.0, x)
-    step = jnp.maximum(jnp.max(jnp.abs(rest), axis=1, keepdims=True) / 127, 1e-30)
-    return rounded(rest, step) @ matrix + jnp.where(large, x, 0.0) @ floats
-
-
-def _grouped(matrix: np.ndarray, tops: np.ndarray, product: int) -> Any:
-    del tops, product
-    inputs, outputs = matrix.shape
-    padded = np.pad(matrix, ((0, -inputs % _GROUP), (0, 0))).reshape(-1, _GROUP, outputs)
-    scale = np.maximum(np.abs(padded).max(1, keepdims=True), 1e-30) / 127
-    return (np.rint(padded / scale) * scale).reshape(-1, outputs)[:inputs].astype(np.float32)
-
-
-def _multiply_grouped(prepared: Any, x: jax.Array) -> jax.Array:
-    tokens, inputs = x.shape
-    spans = jnp.pad(x, ((0, 0), (0, -inputs % _SPAN))).reshape(tokens, -1, _SPAN)
-    step = jnp.maximum(jnp.max(jnp.abs(spans), axis=2, keepdims=True) / 127, 1e-30)
-    return rounded(spans, step).reshape(tokens, -1)[:, :inputs] @ prepared
-
-
-def _rotated(matrix: np.ndarray, tops: np.ndarray, product: int) -> Any:
-    del tops, product
-    rotation = hadamard(len(matrix))
-    return _by_channel(rotation.T @ matrix), rotation
-
-
-def _multiply_rotated(prepared: Any, x: jax.Array) -> jax.Array:
-    matrix, rotation, step = prepared
-    return rounded(x @ rotation, step) @ matrix
-
-
-_MAKERS: dict[str, tuple[Callable[..., Any], Multiply]] = {
-    "naive-int8": (_naive, _multiply_stepped),
-    # The products after norms, into whose scales the smoothing goes.
-    "SmoothQuant": (functools.partial(_smooth, (0, 2)), _multiply_smoothed),
-    "SmoothQuant-all": (functools.partial(_smooth, range(len(PRODUCTS))), _multiply_smoothed),
-    "LLM.int8()": (_mixed, _multiply_mixed),
-    "K-Quant": (_grouped, _multiply_grouped),
-    "Hadamard": (_rotated, _multiply_rotated),
-}
-QUANTIZERS = ("float", OURS, PER_TENSOR, *_MAKERS)
+def _multiply(name: str, prepared: Any, x: jax.Array) -> jax.Array:
+    """The outputs `[T, outputs]` of a product's weights together, of its input `[T, inputs]`."""
+    if name == "LLM.int8()":
+        matrix, floats = prepared
+        large = jnp.any(jnp.abs(x) >= 6.0, axis=0)
+        rest = jnp.where(large, 0.0, x)
+        step = jnp.maximum(jnp.max(jnp.abs(rest), axis=1, keepdims=True) / 127, 1e-30)
+        return rounded(rest, step) @ matrix + jnp.where(large, x, 0.0) @ floats
+    if name == "K-Quant":
+        tokens, inputs = x.shape
+        spans = jnp.pad(x, ((0, 0), (0, -inputs % _SPAN))).reshape(tokens, -1, _SPAN)
+        step = jnp.maximum(jnp.max(jnp.abs(spans), axis=2, keepdims=True) / 127, 1e-30)
+        return rounded(spans, step).reshape(tokens, -1)[:, :inputs] @ prepared[0]
+    matrix, turned, step = prepared
+    return rounded(x @ turned if name == "Hadamard" else x / turned, step) @ matrix

@@ -27,6 +27,7 @@ numbers.
 
 import contextlib
 import dataclasses
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -104,31 +105,30 @@ def _speed_rows(timed: Sequence[str], bench: Run[Plan]) -> list[Row]:
 
 def simulated_rows(prompts: Sequence[int]) -> list[Row]:
     """Makespans of a prompt's subgraphs in each order on simulated phones."""
-    phones = stated_phone(), headline_phone()
-    return [row for phone in phones for tokens in prompts for row in _phone_rows(phone, tokens)]
+    rows, layers = [], shadowed_layers()
 
-
-def _phone_rows(phone: schedule.SpeedProfile, tokens: int) -> list[Row]:
     def simulated(chunk: int, order: schedule.Order) -> tuple[schedule.Timeline, float]:
         """What happens, and a lower bound on its makespan."""
-        times = phone.times(MODEL, chunk)
-        subgraphs = schedule.prompt_subgraphs(-(-tokens // chunk), shadowed_layers())
+        times, subgraphs = phone.times(MODEL, chunk), schedule.prompt_subgraphs(-(-tokens // chunk), layers)
         return schedule.simulate(subgraphs, times, order), schedule.lower_bound_ms(subgraphs, times)
 
-    found = {_of_order(order): simulated(CHUNK_TOKENS, order) for order in reversed(ORDERS)}
-    # As the runner does: the chunk length of the least makespan, of equals the longest.
-    by_chunk = {chunk: simulated(chunk, "out-of-order") for chunk in CHOSEN_CHUNKS}
-    chunk = min(by_chunk, key=lambda each: by_chunk[each][0].makespan_ms)
-    found[_CHOSEN] = by_chunk[chunk]
-    spans = {name: each.makespan_ms for name, (each, _) in found.items()}
-    notes: dict[str, str | None] = {
-        name: f"{span / found[name][1]:.3f} times the lower bound; {1000 * tokens / span:.0f} tokens/s; "
-        f"bubbles {found[name][0].idle_share:.0%}"
-        for name, span in spans.items()
-    }
-    notes[OURS] = f"{notes[OURS]}; {1 - spans[OURS] / spans[f'{OURS}-in-order']:.0%} less than in order"
-    notes[_CHOSEN] = f"{notes[_CHOSEN]}; chunks of {chunk} tokens"
-    return compared(f"simulated {phone.name}, Qwen1.5-1.8B, {tokens} tokens", "makespan_ms", spans, notes)
+    for phone, tokens in itertools.product((stated_phone(), headline_phone()), prompts):
+        found = {_of_order(order): simulated(CHUNK_TOKENS, order) for order in reversed(ORDERS)}
+        # As the runner does: the chunk length of the least makespan, of equals the longest.
+        by_chunk = {chunk: simulated(chunk, "out-of-order") for chunk in CHOSEN_CHUNKS}
+        chunk = min(by_chunk, key=lambda each: by_chunk[each][0].makespan_ms)
+        found[_CHOSEN] = by_chunk[chunk]
+        spans = {name: each.makespan_ms for name, (each, _) in found.items()}
+        notes: dict[str, str | None] = {
+            name: f"{span / found[name][1]:.3f} times the lower bound; {1000 * tokens / span:.0f} tokens/s; "
+            f"bubbles {found[name][0].idle_share:.0%}"
+            for name, span in spans.items()
+        }
+        notes[OURS] = f"{notes[OURS]}; {1 - spans[OURS] / spans[f'{OURS}-in-order']:.0%} less than in order"
+        notes[_CHOSEN] = f"{notes[_CHOSEN]}; chunks of {chunk} tokens"
+        case = f"simulated {phone.name}, Qwen1.5-1.8B, {tokens} tokens"
+        rows += compared(case, "makespan_ms", spans, notes)
+    return rows
 
 
 def _of_order(order: str) -> str:

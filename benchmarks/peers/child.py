@@ -61,7 +61,9 @@ class Server:
     def _answer(self, command: dict[str, Any]) -> dict[str, Any]:
         if command["do"] == "open":
             opening = Opening(**command["opening"] | {"model": Path(command["opening"]["model"])})
-            self._session = SYSTEMS[opening.peer].open(opening, self._progress)
+            self._session = SYSTEMS[opening.peer].open(
+                opening, lambda *step: self.send({"progress": list(step)})
+            )
             return {"facts": self._session.facts(), "settings": list(self._session.settings)}
         session = self._session
         if session is None:
@@ -75,9 +77,6 @@ class Server:
             times = {key: median(each[key] for each in answers) for key in TIMES}
             return answers[-1] | times
         raise RuntimeError(f"unknown command {command['do']!r}")
-
-    def _progress(self, stage: str, done: int, total: int) -> None:
-        self.send({"progress": [stage, done, total]})
 
 
 def _timed_answer(session: Session, prompt: list[int], tokens: int, setting: str) -> dict[str, Any]:

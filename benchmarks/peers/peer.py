@@ -86,14 +86,10 @@ class Peer:
     refusal: Callable[[ModelConfig], str | None] = lambda cfg: None
     slow: bool = False
 
-    def missing(self) -> str | None:
-        """Names the packages that are not installed; None when all are."""
-        return missing_packages(*self.packages)
-
 
 def unavailable(peer: Peer, cfg: ModelConfig) -> str | None:
     """The reason why a system cannot be measured on a model here; None when it can."""
-    missing = peer.missing()
+    missing = missing_packages(*peer.packages)
     return f"{missing} is not installed: pip install 'jaxllm[peers]'" if missing else peer.refusal(cfg)
 
 

@@ -17,6 +17,7 @@ with the checkpoint's weights in float32.
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -25,18 +26,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 import numpy as np
 
 from benchmarks.harness.bench import TimedPlan
 from benchmarks.harness.machine import Disturbance, wait_for_quiet, wait_until_asleep
-from benchmarks.harness.report import Row, compared, median
+from benchmarks.harness.report import Row, compared
 from benchmarks.models import Checkpoint
 from benchmarks.peers.peer import Opening
 from jaxllm.errors import ConfigError, JaxllmError, one_line
+from jaxllm.serving.host.machine import usable_cores
 from jaxllm.serving.host.progress import Progress
 
 _COMMAND = (sys.executable, "-m", "benchmarks.peers.child")
@@ -214,7 +217,7 @@ def threads_of(wanted: int) -> int:
     Raises:
       ConfigError: there are fewer cores.
     """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     if not 0 <= wanted <= cores:
         raise ConfigError(f"--threads must be in [1, {cores}], the cores of this process; got {wanted}")
     return wanted or cores
@@ -305,20 +308,20 @@ Results = Mapping[tuple[str, int], Result]
 
 
 def rate_rows(
-    results: Results, names: Mapping[str, str], plan: TimedPlan, case: str = "", **how: Any
+    results: Results, systems: Iterable[str], plan: TimedPlan, case: str = "", **how: Any
 ) -> list[Row]:
     """Rows of the rates of both phases at each prompt length.
 
     Args:
       results: of `alternate`.
-      names: system in rows -> its name in the results, ours among them.
+      systems: ours among them.
       case: of the rows, before the phase.
       **how: arguments of `compared`.
     """
     rows = []
     for prompt in sorted({length for _, length in results}):
         for phase, tokens in (("prefill", prompt), ("decode", plan.decode_tokens)):
-            rates = {system: results[name, prompt].rate(phase, tokens) for system, name in names.items()}
+            rates = {system: results[system, prompt].rate(phase, tokens) for system in systems}
             rows += compared(case + phase_case(phase, prompt, tokens), f"{phase}_tokens_per_s", rates, **how)
     return rows
 
@@ -348,17 +351,73 @@ def alternate(
     """
     prompts = [prompt_ids(vocab_size, tokens) for tokens in plan.prompt_tokens]
     total = len(systems) * len(prompts) * (plan.rounds + 1)
-    turns = _Alternation(plan, total, progress, bytes_per_s)
-    best = {
-        (system.name, len(prompt)): turns.fastest(system, prompt) for system in systems for prompt in prompts
-    }
+    steps, patience_s, last = itertools.count(1), plan.patience_s, None
+    repeats: dict[tuple[Child, int], int] = {}
+
+    def wait_for_last(following: Child | None) -> None:
+        nonlocal last
+        if last is not None:
+            last.wait_until_asleep()
+        last = following
+
+    def answered(child: Child, prompt: Sequence[int], setting: str) -> dict[str, Any]:
+        """An answer during which no other process computed, within the patience; else the last one."""
+        nonlocal patience_s
+        while True:
+            wait_for_last(child)
+            times = repeats.get((child, len(prompt)), 1)
+            answer = child.answer(prompt, plan.decode_tokens, setting, repeats=times)
+            if not child.disturbed or patience_s <= 0:
+                return answer
+            began = time.perf_counter()
+            wait_for_quiet()
+            patience_s -= time.perf_counter() - began
+
+    def fastest(system: System, prompt: Sequence[int]) -> dict[str, str]:
+        """The fastest setting of each phase."""
+        times: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
+        for setting in system.settings:
+            for _ in range(2):
+                answer = answered(system.child, prompt, setting)
+                for phase, by_setting in times.items():
+                    by_setting[setting] = min(answer[f"{phase}_ms"], by_setting.get(setting, math.inf))
+                total_ms = sum(answer[f"{phase}_ms"] for phase in PHASES)
+                # Repeated within a sample until it takes 150 ms: single ones of milliseconds vary too much.
+                repeats[system.child, len(prompt)] = min(20, max(1, round(150 / total_ms)))
+                # What runs first pays for cold pages; that is little of a long answer.
+                if total_ms > 1500:
+                    break
+        progress("Measuring", next(steps), total)
+        return {phase: min(by_setting, key=by_setting.__getitem__) for phase, by_setting in times.items()}
+
+    def memory_speed() -> float:
+        if bytes_per_s is None:
+            return 0.0
+        wait_for_last(None)
+        return bytes_per_s()
+
+    def sample(child: Child, prompt: Sequence[int], best: Mapping[str, str]) -> dict[str, Any]:
+        """The time of each phase at its fastest setting, and whether other processes disturbed it."""
+        found: dict[str, Any] = {"disturbed": False}
+        before = memory_speed()
+        for setting in dict.fromkeys(best.values()):
+            answer = answered(child, prompt, setting)
+            found["disturbed"] |= bool(child.disturbed)
+            for phase in (each for each in PHASES if best[each] == setting):
+                found[phase] = answer[f"{phase}_ms"]
+                found[f"{phase}_kernels"] = answer.get(f"{phase}_kernel_ms", 0.0)
+        found["readable_bytes"] = (before + memory_speed()) / 2 * found["decode"] / 1000
+        progress("Measuring", next(steps), total)
+        return found
+
+    best = {(system.name, len(prompt)): fastest(system, prompt) for system in systems for prompt in prompts}
     kept: dict[tuple[str, int], list[dict[str, Any]]] = {key: [] for key in best}
     for round_ in range(plan.rounds):
         for prompt in prompts:
             # No system always runs behind the same one.
             for system in systems if round_ % 2 else reversed(systems):
                 key = system.name, len(prompt)
-                kept[key].append(turns.sample(system.child, prompt, best[key]))
+                kept[key].append(sample(system.child, prompt, best[key]))
     several = {each.name for each in systems if len(each.settings) > 1}
     return {key: _result(each, best[key] if key[0] in several else {}) for key, each in kept.items()}
 
@@ -366,84 +425,6 @@ def alternate(
 def prompt_ids(vocab_size: int, tokens: int) -> list[int]:
     """Token ids spread over the vocabulary, the same at every run."""
     return np.random.default_rng(0).integers(0, vocab_size, tokens).tolist()
-
-
-class _Alternation:
-    """Sends commands to children, one at a time, each when the child before is asleep."""
-
-    def __init__(
-        self,
-        plan: TimedPlan,
-        total: int,
-        progress: Progress,
-        bytes_per_s: Callable[[], float] | None,
-    ) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._decode_tokens, self._patience_s = plan.decode_tokens, plan.patience_s
-        self._progress, self._done, self._total = progress, 0, total
-        self._last: Child | None = None
-        self._repeats: dict[tuple[Child, int], int] = {}
-
-    def fastest(self, system: System, prompt: Sequence[int]) -> dict[str, str]:
-        """The fastest setting of each phase."""
-        times: dict[str, dict[str, float]] = {phase: {} for phase in PHASES}
-        for setting in system.settings:
-            for _ in range(2):
-                answer = self._undisturbed(system.child, prompt, setting)
-                for phase, by_setting in times.items():
-                    by_setting[setting] = min(answer[f"{phase}_ms"], by_setting.get(setting, math.inf))
-                total_ms = sum(answer[f"{phase}_ms"] for phase in PHASES)
-                # Repeated within a sample until it takes 150 ms: single ones of milliseconds vary too much.
-                self._repeats[system.child, len(prompt)] = min(20, max(1, round(150 / total_ms)))
-                # What runs first pays for cold pages; that is little of a long answer.
-                if total_ms > 1500:
-                    break
-        self._step()
-        return {phase: min(by_setting, key=by_setting.__getitem__) for phase, by_setting in times.items()}
-
-    def sample(self, child: Child, prompt: Sequence[int], best: Mapping[str, str]) -> dict[str, Any]:
-        """The time of each phase at its fastest setting, and whether other processes disturbed it."""
-        sample: dict[str, Any] = {"disturbed": False}
-        before = self._memory_speed()
-        for setting in dict.fromkeys(best.values()):
-            answer = self._undisturbed(child, prompt, setting)
-            sample["disturbed"] |= bool(child.disturbed)
-            for phase in (each for each in PHASES if best[each] == setting):
-                sample[phase] = answer[f"{phase}_ms"]
-                sample[f"{phase}_kernels"] = answer.get(f"{phase}_kernel_ms", 0.0)
-        sample["readable_bytes"] = (before + self._memory_speed()) / 2 * sample["decode"] / 1000
-        self._step()
-        return sample
-
-    def _undisturbed(self, child: Child, prompt: Sequence[int], setting: str) -> dict[str, Any]:
-        """An answer during which no other process computed, within the patience; else the last one."""
-        answer = self._answer(child, prompt, setting)
-        while child.disturbed and self._patience_s > 0:
-            began = time.perf_counter()
-            wait_for_quiet()
-            answer = self._answer(child, prompt, setting)
-            self._patience_s -= time.perf_counter() - began
-        return answer
-
-    def _memory_speed(self) -> float:
-        if self._bytes_per_s is None:
-            return 0.0
-        self._wait_for_last(None)
-        return self._bytes_per_s()
-
-    def _wait_for_last(self, following: Child | None) -> None:
-        if self._last is not None:
-            self._last.wait_until_asleep()
-        self._last = following
-
-    def _answer(self, child: Child, prompt: Sequence[int], setting: str) -> dict[str, Any]:
-        self._wait_for_last(child)
-        repeats = self._repeats.get((child, len(prompt)), 1)
-        return child.answer(prompt, self._decode_tokens, setting, repeats=repeats)
-
-    def _step(self) -> None:
-        self._done += 1
-        self._progress("Measuring", self._done, self._total)
 
 
 def _result(samples: list[dict[str, Any]], settings: Mapping[str, str]) -> Result:

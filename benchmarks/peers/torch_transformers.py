@@ -57,8 +57,14 @@ class TransformersSession:
         """See `Session.prefill`."""
         if setting == GROWING:
             self._cache = self._transformers.DynamicCache(config=self._model.config)
+        elif self._fixed is None:
+            self._cache = self._fixed = self._transformers.StaticCache(
+                config=self._model.config, max_cache_len=self._context_tokens
+            )
         else:
-            self._cache = self._emptied()
+            self._cache = self._fixed
+            with self._torch.inference_mode():
+                self._fixed.reset()
         self._seen = 0
         self._token = self._feed(self._torch.tensor([list(prompt)]))
         return int(self._token)
@@ -93,14 +99,3 @@ class TransformersSession:
                 logits_to_keep=1,
             )
             return out.logits[:, -1].argmax(-1, keepdim=True)
-
-    def _emptied(self) -> Any:
-        """The cache of a fixed length, made once and cleared."""
-        if self._fixed is None:
-            self._fixed = self._transformers.StaticCache(
-                config=self._model.config, max_cache_len=self._context_tokens
-            )
-        else:
-            with self._torch.inference_mode():
-                self._fixed.reset()
-        return self._fixed

@@ -4,6 +4,8 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
+import click
+
 from benchmarks.harness import bench as plans
 
 PARTS = {
@@ -38,3 +40,26 @@ class Plan(plans.TimedPlan, plans.TextPlan):
     context_tokens: int = 512
     text_windows: int = plans.sized(256, quick=8)
     patience_s: float = plans.sized(120.0, quick=5.0)
+
+
+@plans.benchmark("prepare", Plan, shapes=VOCABULARY_SHAPES)
+def prepare_command(bench: plans.Run[Plan]) -> plans.Run[Plan]:
+    """Measure preparing a folder and GGUF files of the same weights.
+
+    Time and peak memory of preparing, speed of the bundles beside those prepared from floats, and perplexity
+    beside llama.cpp's on the same files.
+
+    \b
+    Example:
+      jaxllm bench prepare
+      jaxllm bench prepare --full --model path/to/folder --only perplexity
+      jaxllm bench prepare --full --shape 0.5b-128k --kind Q4_0 --data path/to/texts
+    """
+    data = bench.plan.vocabulary_data
+    if data is not None and bench.shape is None:
+        raise click.UsageError("--data goes with --shape")
+    if data is not None and not data.is_dir():
+        raise click.UsageError(f"--data names a folder of texts; {data} is none")
+    if bench.shape is not None:
+        bench = bench.without(("perplexity",), "random weights have no meaningful one")
+    return bench

@@ -37,7 +37,6 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.parameters import parameter_count
 from jaxllm.prepare import prepare
-from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder
 from jaxllm.text.tokenizer import TokenizerFiles
 
@@ -57,12 +56,11 @@ def run(bench: Run[Plan]) -> list[Row]:
     if bench.shape is not None:
         name, (folder, vocabulary) = bench.shape, random_source(bench.shape, SHAPES[bench.shape], bench)
     else:
-        found = Checkpoint.find(bench.model)
+        found = Checkpoint.find(bench.path())
         name, folder, vocabulary = found.name, found.folder(progress), None
-    checkpoint, written = (
-        Checkpoint.find(folder),
-        partial(written_gguf, folder, vocabulary, threads, progress),
-    )
+    checkpoint = Checkpoint.find(folder)
+    how = {"progress": progress, "by_package": PACKAGE_TYPES, "vocabulary": vocabulary}
+    written = partial(gguf_of, folder, threads=threads, **how)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="jaxllm-prepare-") as scratch:
         bundles: dict[str, dict[str, Path]] = {}
@@ -74,8 +72,8 @@ def run(bench: Run[Plan]) -> list[Row]:
             prepared: list[tuple[str, Path, Path, str | None]] = [(f"GGUF {kind}", gguf, made, None)]
             if not floats.exists():
                 prepared.append((f"floats to {form}", folder, floats, form))
-            for what, *how in prepared:
-                rows += _memory_rows(f"{name}, prepare from {what}", how, checkpoint.cfg, threads)
+            for what, *each in prepared:
+                rows += _memory_rows(f"{name}, prepare from {what}", each, checkpoint.cfg, threads)
             progress("Preparing", number + 1, len(kinds))
         if "memory" not in plan.parts:
             rows = []
@@ -90,7 +88,17 @@ def run(bench: Run[Plan]) -> list[Row]:
         for kind, both in bundles.items():
             case = f"{name} {kind}"
             if "speed" in plan.parts:
-                rows += _speed_rows(case, both, checkpoint, plan, progress)
+                openings = {system: _opening(bundle, plan) for system, bundle in both.items()}
+                with process.opened(openings, progress, case) as children:
+                    systems = [process.System(each, child, (BLOCKS,)) for each, child in children.items()]
+                    vocab_size = checkpoint.cfg.vocab_size
+                    results = process.alternate(systems, vocab_size, plan=plan, progress=progress)
+                    bits = {
+                        system: f"{child.facts['bits_per_weight']:.2f} bits"
+                        for system, child in children.items()
+                    }
+                # Each file's bundle beside that of floats.
+                rows += process.rate_rows(results, both, plan, f"{case}, ", notes=bits)
             if text is not None:
                 rows += _perplexity_rows(case, both, written(kind), text, exact, bench)
     return rows
@@ -101,15 +109,17 @@ def _kinds(bench: Run[Plan]) -> tuple[str, ...]:
     wanted: tuple[str, ...] = bench.plan.kinds
     if missing := missing_packages("gguf"):
         raise ConfigError(f"{missing} is not installed: pip install 'jaxllm[gguf]'")
-    if "Q4_K" in wanted and PEERS[LLAMA_CPP].missing():
+    if "Q4_K" in wanted and missing_packages(*PEERS[LLAMA_CPP].packages):
         bench.tell("without Q4_K, which llama.cpp's quantizer writes: pip install 'jaxllm[peers]'")
         return tuple(each for each in wanted if each != "Q4_K")
     return wanted
 
 
 def _memory_rows(case: str, how: Sequence[Any], cfg: ModelConfig, threads: int) -> list[Row]:
-    """Time and peak memory of preparing a source, and sizes; `how` are the arguments of `_prepared`."""
-    found, (model, bundle, _) = taken_by(_prepared, *how, environment=process.environment_of(threads)), how
+    """Time and peak memory of preparing a source, and sizes."""
+    model, bundle, weights = how
+    prepared = partial(prepare, weights=weights)
+    found = taken_by(prepared, model, bundle, environment=process.environment_of(threads))
     files = [model] if model.is_file() else [*model.glob("*.safetensors")]
     file_bytes = sum(each.stat().st_size for each in files)
     # A layer as it is in the file.
@@ -130,28 +140,12 @@ def _memory_rows(case: str, how: Sequence[Any], cfg: ModelConfig, threads: int) 
     ]
 
 
-def _prepared(model: Path, bundle: Path, weights: str | None) -> None:
-    prepare(model, bundle, weights=weights)  # pyright: ignore[reportArgumentType]: one of the formats
-
-
-def _speed_rows(
-    case: str, bundles: dict[str, Path], checkpoint: Checkpoint, plan: Plan, progress: Progress
-) -> list[Row]:
-    """Prefill and decode of a file's bundle beside that of floats."""
-    openings = {system: _opening(bundle, plan) for system, bundle in bundles.items()}
-    with process.opened(openings, progress, case) as children:
-        systems = [process.System(system, child, (BLOCKS,)) for system, child in children.items()]
-        results = process.alternate(systems, checkpoint.cfg.vocab_size, plan=plan, progress=progress)
-        bits = {system: f"{child.facts['bits_per_weight']:.2f} bits" for system, child in children.items()}
-    return process.rate_rows(results, {system: system for system in bundles}, plan, f"{case}, ", notes=bits)
-
-
 def _perplexity_rows(
     case: str, bundles: dict[str, Path], gguf: Path, text: process.Text, exact: float, bench: Run[Plan]
 ) -> list[Row]:
     """Perplexity of a file, of floats at its bits, of float32, and of llama.cpp on the file."""
     openings = {system: _opening(bundle, bench.plan) for system, bundle in bundles.items()}
-    if not PEERS[LLAMA_CPP].missing():
+    if not missing_packages(*PEERS[LLAMA_CPP].packages):
         openings[LLAMA_CPP] = process.opening_of(bench.plan, LLAMA_CPP, gguf, "GGUF")
     values = {process.REFERENCE: exact}
     # One after the other: each is in memory for its own text alone.
@@ -181,14 +175,6 @@ SHAPES = {
 FORMATS = {"F16": "f32", "Q8_0": "int8", "Q4_0": "int4-all", "Q4_1": "int4-min", "Q4_K": "int4-min"}
 # Changes whenever the same source would be written otherwise.
 _VERSION = 1
-
-
-def written_gguf(
-    folder: Path, vocabulary: dict[str, Any] | None, threads: int, progress: Progress, kind: str
-) -> Path:
-    """The GGUF file of a folder's weights at a type, a key of `FORMATS` (see `gguf_of`)."""
-    how: dict[str, Any] = {"by_package": PACKAGE_TYPES, "vocabulary": vocabulary}
-    return gguf_of(folder, kind, threads=threads, progress=progress, **how)
 
 
 def random_source(name: str, cfg: ModelConfig, bench: Run[Plan]) -> tuple[Path, dict[str, Any]]:
@@ -239,16 +225,22 @@ def byte_pairs(size: int, texts: Iterable[Path]) -> tuple[TokenizerFiles, int]:
     )
     library.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        min_frequency=1,
-        special_tokens=[],
+        vocab_size=size, min_frequency=1, special_tokens=[], show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
+    )  # fmt: skip
     library.train([str(each) for each in texts], trainer)
     data = json.loads(library.to_str())
     learned = len(data["model"]["vocab"])
-    _fill(data["model"], size)
+    # Tokens that are joined at random, until there are enough.
+    vocabulary, draw = data["model"]["vocab"], np.random.default_rng(0)
+    tokens = list(vocabulary)
+    while len(tokens) < size:
+        left, right = (tokens[int(at)] for at in draw.integers(0, len(tokens), 2))
+        token = left + right
+        if len(token) <= 16 and token not in vocabulary:
+            vocabulary[token] = len(tokens)
+            tokens.append(token)
+            data["model"]["merges"].append([left, right])
     return TokenizerFiles(tokenizer_json=json.dumps(data, ensure_ascii=False)), learned
 
 
@@ -264,15 +256,3 @@ def vocabulary_keys(files: TokenizerFiles) -> dict[str, Any]:
         "merges": [" ".join(each) for each in model["merges"]],
         "add_bos_token": False,
     }
-
-
-def _fill(model: dict[str, Any], size: int) -> None:
-    """Joins tokens at random until there are `size` of them."""
-    draw, tokens = np.random.default_rng(0), list(model["vocab"])
-    while len(tokens) < size:
-        left, right = (tokens[int(at)] for at in draw.integers(0, len(tokens), 2))
-        token = left + right
-        if len(token) <= 16 and token not in model["vocab"]:
-            model["vocab"][token] = len(tokens)
-            tokens.append(token)
-            model["merges"].append([left, right])

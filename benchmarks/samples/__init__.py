@@ -10,7 +10,7 @@ of a text for the answer to a question.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -89,30 +89,19 @@ def packaged_examples(task: str) -> list[TaskExample]:
     samples = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))
     if task not in samples:
         raise ConfigError(f"task {task} has no packaged sample, only {', '.join(samples)}; give --data DIR")
-    return list(_examples(task, samples[task]))
+    return [_example(task, sample, number) for number, sample in enumerate(samples[task])]
 
 
-def _examples(task: str, samples: Sequence[Any]) -> Iterator[TaskExample]:
-    for number, sample in enumerate(samples):
-        if task in _LABELS:
-            text, label = sample
-            yield _LABELS[task].example({"text": text, "label": label})
-        elif task in _FREE:
-            text, answer = sample
-            yield TaskExample(system=_FREE[task], user=text, answer=answer, references=(answer,))
-        elif task == "ui-step":
-            yield _step(sample)
-        else:
-            yield _call(sample, number)
-
-
-def _step(sample: Mapping[str, Any]) -> TaskExample:
-    history = "\n".join(f"- {each}" for each in sample["done"])
-    step = {"label": [sample["chosen"], "null"], "history": history, "state": "\n".join(sample["screen"])}
-    return readers.ui_step(sample["app"], sample["goal"], step)
-
-
-def _call(sample: Mapping[str, Any], number: int) -> TaskExample:
+def _example(task: str, sample: Any, number: int) -> TaskExample:
+    if task in _LABELS:
+        return _LABELS[task].example(dict(zip(("text", "label"), sample, strict=True)))
+    if task in _FREE:
+        text, answer = sample
+        return TaskExample(system=_FREE[task], user=text, answer=answer, references=(answer,))
+    if task == "ui-step":
+        history, state = "\n".join(f"- {each}" for each in sample["done"]), "\n".join(sample["screen"])
+        step = {"label": [sample["chosen"], "null"], "history": history, "state": state}
+        return readers.ui_step(sample["app"], sample["goal"], step)
     functions = [{"name": name, "description": text} for name, text in sample["functions"].items()]
     record = {
         "id": f"sample {number}",
@@ -130,11 +119,6 @@ def _translated(source: str, target: str) -> Callable[[Path], Iterator[TaskExamp
             yield TaskExample(user=text, answer=right)
 
     return read
-
-
-def _shortened(data: Path) -> Iterator[TaskExample]:
-    # So many are held out by the packaged recipes.
-    return (each for each in read_compression(data, "valid") if held_out(each.user.strip(), 0.03))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +141,11 @@ SOURCE_TASKS = {
     "translation_de_to_en": SourceTask("translation de-en", _translated("de", "en")),
     "translation_en_to_de": SourceTask("translation en-de", _translated("en", "de")),
     "summarization": SourceTask("summary", lambda data: read_chats(data, "valid")),
-    "shortening": SourceTask("summary (shortening)", _shortened),
+    "shortening": SourceTask(
+        "summary (shortening)",
+        # So many are held out by the packaged recipes.
+        lambda data: (each for each in read_compression(data, "valid") if held_out(each.user.strip(), 0.03)),
+    ),
     "emotion": SourceTask(
         "question (emotion)", lambda data: TASKS["emotion"].read(data, "valid"), labels=True
     ),

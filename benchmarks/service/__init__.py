@@ -2,8 +2,8 @@
 as fast as they are answered, beside ours without batching, planning or reuse of prefixes, and llama.cpp's
 server.
 
-`workload` draws what is sent, `load` sends it from a process of its own, `systems` starts the servers,
-`run` times the idle whole model and the loads, `outcomes` judges what came back.
+`systems` draws what is sent and starts the servers, `load` sends it from a process of its own, `run` times
+the idle whole model and the loads, `outcomes` judges what came back.
 """
 
 import dataclasses
@@ -78,3 +78,21 @@ class Plan(plans.ShapePlan, plans.ThreadsPlan):
     starts: int = plans.sized(5, quick=3)
     reference_repeats: int = plans.sized(5, quick=3)
     seed: int = 0
+
+
+@plans.benchmark("service", Plan, shapes=plans.DENSE_SHAPES)
+def service_command(bench: plans.Run[Plan]) -> plans.Run[Plan]:
+    """Measure the service under load: answers in time, times, tokens per second and memory.
+
+    Six apps call at their own times, each with an objective, and clients call as soon as they are answered.
+    Every system is a server process with the same weights and threads, and gets the same requests.
+
+    \b
+    Example:
+      jaxllm bench service
+      jaxllm bench service --shape 250m --weights int8 --full --plot figures
+    """
+    if bench.plan.seconds:
+        bench = bench.changed(load_s=bench.plan.seconds, clients_s=bench.plan.seconds)
+    loads, clients = dict.fromkeys(bench.plan.loads), dict.fromkeys(bench.plan.clients)
+    return bench.changed(loads=tuple(loads), clients=tuple(clients))

@@ -18,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.report import OURS, Draw, Figure, Row, bootstrap, compared, draw_figures, median, row
+from benchmarks.harness.report import OURS, Figure, Row, bootstrap, compared, draw_figures, row
 from benchmarks.service.load import NOT_ANSWERED
-from benchmarks.service.systems import Limits
-from benchmarks.service.workload import APPS, Request
+from benchmarks.service.systems import APPS, Limits, Request
 from jaxllm.elastic.slo import SLOS
 
 
@@ -288,7 +287,7 @@ def memory_rows(name: str, peaks: Mapping[str, Sequence[int]], shares: Mapping[s
     if not peaks:
         return []
     notes = {each: f"proportional share at the end {bytes_ / 1e6:,.0f} MB" for each, bytes_ in shares.items()}
-    medians = {system: median(values) for system, values in peaks.items()}
+    medians = {system: statistics.median(values) for system, values in peaks.items()}
     return compared(f"{name}, server", "peak_memory_bytes", medians, notes)
 
 
@@ -325,11 +324,6 @@ FIGURES = (
         up="tokens per second", across="clients",
     ),
 )  # fmt: skip
-
-
-def drawing(kept: Sequence[Cell]) -> Draw:
-    """What draws rows together with the outcomes of the requests that they are of."""
-    return functools.partial(draw, kept=kept)
 
 
 def draw(rows: Sequence[Row], folder: Path, kept: Sequence[Cell] = ()) -> None:

@@ -18,14 +18,15 @@ import numpy as np
 
 from benchmarks.elastic.baselines import elastic_shape
 from benchmarks.harness.bench import Run
-from benchmarks.harness.machine import wait_for_quiet, wait_until_asleep
+from benchmarks.harness.machine import memory_of, wait_for_quiet, wait_until_asleep
 from benchmarks.harness.report import OURS, Row
 from benchmarks.models import Checkpoint
 from benchmarks.peers.process import threads_of
-from benchmarks.service import Plan, workload
+from benchmarks.service import Plan
 from benchmarks.service import systems as servers
 from benchmarks.service.load import send
-from benchmarks.service.outcomes import Cell, Outcome, Window, judged, load_rows, memory_rows
+from benchmarks.service.outcomes import Cell, Window, judged, load_rows, memory_rows
+from benchmarks.service.outcomes import draw as draw
 from benchmarks.traces import write_lines
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import ConfigError, JaxllmError
@@ -50,11 +51,11 @@ class Reference:
         """Milliseconds to the first token after a prompt of so many tokens."""
         return float(np.interp(prompt_tokens, self.tokens, self.ttft_ms))
 
-    def answer_s(self, request: workload.Request) -> float:
+    def answer_s(self, request: servers.Request) -> float:
         """Seconds of a whole answer."""
         return (self.ttft(len(request.prompt)) + self.tpot_ms * (request.answer_tokens - 1)) / 1000
 
-    def limits(self, request: workload.Request, scale: float) -> servers.Limits:
+    def limits(self, request: servers.Request, scale: float) -> servers.Limits:
         """Most TTFT and TPOT in milliseconds: the app's shares of `scale` times the idle whole model's."""
         return SLOS[request.app].limits(scale * self.ttft(len(request.prompt)), scale * self.tpot_ms)
 
@@ -72,7 +73,7 @@ class _Load:
     """Requests to send, by `clients` or, where that is 0, at their times."""
 
     case: str
-    requests: Sequence[workload.Request]
+    requests: Sequence[servers.Request]
     duration_s: float
     patience_s: float
     clients: int = 0
@@ -86,8 +87,13 @@ def run(bench: Run[Plan]) -> list[Row]:
     """
     plan, progress = bench.plan, bench.progress
     servers.require_httpx()
-    arrivals = None if plan.trace is None else workload.Arrivals.read(plan.trace)
-    model, checkpoint = _model(bench)
+    arrivals = None if plan.trace is None else servers.Arrivals.read(plan.trace)
+    # The bundle that ours serves, and the float weights that peers are made of.
+    model = checkpoint_of = bench.path()
+    if bench.shape is not None:
+        model = elastic_shape(bench.shape, plan.weights, progress)
+    elif model.is_dir():
+        raise ConfigError(f"{model} is a folder; make a bundle with `jaxllm prepare` or `jaxllm elasticize`")
     with open_model(model) as bundle:
         cfg, weights, name = bundle.cfg, bundle.layout.weights, bundle.layout.name
         end_ids = bundle.tokenizer_files().eos_ids
@@ -96,7 +102,7 @@ def run(bench: Run[Plan]) -> list[Row]:
         bench.tell(each)
     # Room for prompts and answers four times as long as the medians.
     context = min(cfg.window_tokens, 4 * (plan.prompt_tokens + plan.answer_tokens))
-    sizes = workload.Sizes(
+    sizes = servers.Sizes(
         prompt_tokens=plan.prompt_tokens,
         answer_tokens=plan.answer_tokens,
         context_tokens=context,
@@ -105,7 +111,7 @@ def run(bench: Run[Plan]) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as folder:
         given = servers.Conditions(
             model=model,
-            floats=checkpoint.folder(progress)
+            floats=Checkpoint.find(checkpoint_of).folder(progress)
             if any(isinstance(e, servers.LlamaServer) for e in systems)
             else None,
             weights=weights,
@@ -118,87 +124,84 @@ def run(bench: Run[Plan]) -> list[Row]:
         with servers.OurService().start(given, progress) as server:
             reference = measure(server, given, sizes, repeats=plan.reference_repeats, seed=plan.seed)
         bench.tell(reference.note)
-        turns = _Turns(given, reference, bench)
+        peaks: dict[str, list[int]] = {}
+        shares: dict[str, int] = {}
+        measured: dict[tuple[str, str], Cell] = {}
         for repetition in range(plan.repetitions):
             loads = _loads(name, bench, sizes, reference, arrivals, repetition)
             if not repetition:
-                bench.tell(_duration(loads, systems, plan.repetitions))
+                sent = [load for system in systems for load in _loads_of(system, loads)]
+                least = plan.repetitions * sum(each.duration_s for each in sent) / 60
+                most = least + plan.repetitions * sum(each.patience_s for each in sent) / 60
+                bench.tell(
+                    f"takes {least:.1f} minutes, at most {most:.1f} where answers are late, and the servers' "
+                    "starts"
+                )
             # Each system is first in its turn.
             first = repetition % len(systems)
             for system in (*systems[first:], *systems[:first]):
-                turns.measure(system, loads, repetition)
+                own, stage = _loads_of(system, loads), f"{system.name}, run {repetition + 1}"
+                if not own:
+                    continue
+                with system.start(given, progress) as server:
+                    for number, load in enumerate(own):
+                        progress(stage, number, len(own))
+                        wait_until_asleep(server.pid, limit_s=5.0)
+                        window = _sent(system, server, load, given, reference, plan)
+                        key = load.case, system.name
+                        measured.setdefault(key, Cell(*key, [])).windows.append(window)
+                        late_s = max((each.late_s for each in window.outcomes), default=0.0)
+                        # A sender that is so much late would be measured with the servers.
+                        if late_s > 0.05:
+                            bench.tell(f"{', '.join(key)}: a request was sent {1000 * late_s:.0f} ms late")
+                    progress(stage, len(own), len(own))
+                    # Mapped files are among its peak; the share is the proportional one (PSS).
+                    if (peak := memory_of(server.pid, "VmHWM")) is not None:
+                        peaks.setdefault(system.name, []).append(peak)
+                    if (share := memory_of(server.pid, "Pss", "smaps_rollup")) is not None:
+                        shares[system.name] = share
         starts = servers.start_rows(name, given, plan.starts, progress) if "start" in plan.parts else []
-    bench.kept.extend(cells := list(turns.cells.values()))
+    bench.kept.extend(cells := list(measured.values()))
     if plan.outcomes is not None:
         write_outcomes(plan.outcomes, cells)
     rows = load_rows([cell for cell in cells if ", load " in cell.case], objectives=True)
     rows += load_rows([cell for cell in cells if ", load " not in cell.case], objectives=False)
-    return [*rows, *memory_rows(name, turns.peaks, turns.shares), *starts]
+    return [*rows, *memory_rows(name, peaks, shares), *starts]
 
 
-class _Turns:
-    """Measures systems, and keeps what they needed."""
-
-    def __init__(self, given: servers.Conditions, reference: Reference, bench: Run[Plan]) -> None:
-        self._given, self._reference, self._bench, self._plan = given, reference, bench, bench.plan
-        self.peaks: dict[str, list[int]] = {}
-        self.shares: dict[str, int] = {}
-        self.cells: dict[tuple[str, str], Cell] = {}
-
-    def measure(self, system: servers.System, loads: Sequence[_Load], repetition: int) -> None:
-        """Starts a system and sends it all loads."""
-        loads = _loads_of(system, loads)
-        if not loads:
-            return
-        with system.start(self._given, self._bench.progress) as server:
-            for number, load in enumerate(loads):
-                self._bench.progress(f"{system.name}, run {repetition + 1}", number, len(loads))
-                wait_until_asleep(server.pid, limit_s=5.0)
-                outcomes = self._sent(system, server, load)
-                window = Window(self._plan.warm_up_share * load.duration_s, load.duration_s, outcomes)
-                key = load.case, system.name
-                self.cells.setdefault(key, Cell(*key, [])).windows.append(window)
-                late_s = max((each.late_s for each in outcomes), default=0.0)
-                # A sender that is so much late would be measured with the servers.
-                if late_s > 0.05:
-                    self._bench.tell(
-                        f"{load.case}, {system.name}: a request was sent {1000 * late_s:.0f} ms late"
-                    )
-            self._bench.progress(f"{system.name}, run {repetition + 1}", len(loads), len(loads))
-            peak, share = server.peak_bytes(), server.share_bytes()
-            if peak is not None:
-                self.peaks.setdefault(system.name, []).append(peak)
-            if share is not None:
-                self.shares[system.name] = share
-
-    def _sent(self, system: servers.System, server: servers.Server, load: _Load) -> list[Outcome]:
-        limits = [
-            None if load.clients else self._reference.limits(each, self._plan.slo_scale)
-            for each in load.requests
-        ]
-        job: dict[str, Any] = {
-            "url": server.url,
-            "requests": [
-                system.message(request, limit, self._given) | {"time_s": request.time_s}
-                for request, limit in zip(load.requests, limits, strict=True)
-            ],
-            "patience_s": load.patience_s,
-            "clients": load.clients,
-            "duration_s": load.duration_s,
-        }
-        found = send(job, alive=server.require_alive)
-        return [
-            judged(each, load.requests[each["number"]], limits[each["number"]] or (math.inf, math.inf))
-            for each in found
-        ]
+def _sent(
+    system: servers.System,
+    server: servers.Server,
+    load: _Load,
+    given: servers.Conditions,
+    reference: Reference,
+    plan: Plan,
+) -> Window:
+    """What came of a load, in its measured part."""
+    limits = [None if load.clients else reference.limits(each, plan.slo_scale) for each in load.requests]
+    job: dict[str, Any] = {
+        "url": server.url,
+        "requests": [
+            system.message(request, limit, given) | {"time_s": request.time_s}
+            for request, limit in zip(load.requests, limits, strict=True)
+        ],
+        "patience_s": load.patience_s,
+        "clients": load.clients,
+        "duration_s": load.duration_s,
+    }
+    outcomes = [
+        judged(each, load.requests[each["number"]], limits[each["number"]] or (math.inf, math.inf))
+        for each in send(job, alive=server.require_alive)
+    ]
+    return Window(plan.warm_up_share * load.duration_s, load.duration_s, outcomes)
 
 
 def _loads(
     name: str,
     bench: Run[Plan],
-    sizes: workload.Sizes,
+    sizes: servers.Sizes,
     reference: Reference,
-    arrivals: workload.Arrivals | None,
+    arrivals: servers.Arrivals | None,
     repetition: int,
 ) -> list[_Load]:
     """The loads of one repetition, the same for all systems."""
@@ -206,16 +209,16 @@ def _loads(
     # No two loads send the same prompts: a server would have them in its cache.
     loads, seeds = [], itertools.count(plan.seed + 1000 * repetition, 10)
     answer_s = statistics.fmean(
-        map(reference.answer_s, workload.back_to_back(sizes, count=500, seed=plan.seed))
+        map(reference.answer_s, servers.back_to_back(sizes, count=500, seed=plan.seed))
     )
     if "apps" in plan.parts:
         for load in plan.loads:
             rate, seed = load / answer_s, next(seeds)
             duration_s = max(plan.load_s, plan.least_requests / rate)
             if arrivals is None:
-                sent = workload.poisson(sizes, rate_per_s=rate, duration_s=duration_s, seed=seed)
+                sent = servers.poisson(sizes, rate_per_s=rate, duration_s=duration_s, seed=seed)
             else:
-                sent, faster = workload.from_trace(
+                sent, faster = servers.from_trace(
                     sizes, arrivals, rate_per_s=rate, duration_s=duration_s, seed=seed
                 )
                 tell(f"load {load:g} comes {faster:,.2g} times as fast as in the trace")
@@ -228,7 +231,7 @@ def _loads(
             # For eight times as many answers as the idle whole model gives one after another: a prompt that
             # is sent twice would be in a cache.
             most = count + math.ceil(8 * duration_s / answer_s)
-            sent = workload.back_to_back(sizes, count=most, seed=next(seeds))
+            sent = servers.back_to_back(sizes, count=most, seed=next(seeds))
             loads.append(_Load(f"{name}, {count} clients", sent, duration_s, patience_s, count))
     return loads
 
@@ -236,25 +239,6 @@ def _loads(
 def _loads_of(system: servers.System, loads: Sequence[_Load]) -> list[_Load]:
     """Those that say something of a system: without objectives, nothing is planned."""
     return [each for each in loads if not each.clients or system.name != f"{OURS}-no-planning"]
-
-
-def _duration(loads: Sequence[_Load], systems: Sequence[servers.System], repetitions: int) -> str:
-    """How long the loads take."""
-    sent = [load for system in systems for load in _loads_of(system, loads)]
-    least = repetitions * sum(each.duration_s for each in sent) / 60
-    most = least + repetitions * sum(each.patience_s for each in sent) / 60
-    return f"takes {least:.1f} minutes, at most {most:.1f} where answers are late, and the servers' starts"
-
-
-def _model(bench: Run[Plan]) -> tuple[Path, Checkpoint]:
-    """The bundle that ours serves, and the float weights that peers are made of."""
-    if bench.shape is not None:
-        bundle = elastic_shape(bench.shape, bench.plan.weights, bench.progress)
-        return bundle, Checkpoint.find(bench.path())
-    model = bench.path()
-    if model.is_dir():
-        raise ConfigError(f"{model} is a folder; make a bundle with `jaxllm prepare` or `jaxllm elasticize`")
-    return model, Checkpoint.find(model)
 
 
 def write_outcomes(path: Path, cells: Sequence[Cell]) -> None:
@@ -276,7 +260,7 @@ _ANSWER_TOKENS = 24
 
 
 def measure(
-    server: servers.Server, given: servers.Conditions, sizes: workload.Sizes, *, repeats: int, seed: int
+    server: servers.Server, given: servers.Conditions, sizes: servers.Sizes, *, repeats: int, seed: int
 ) -> Reference:
     """Times the whole model on our idle service.
 
@@ -287,13 +271,15 @@ def measure(
       JaxllmError: a request is not answered.
     """
     draw, ours = random.Random(seed), servers.OurService()
-    tokens = _lengths(sizes)
+    most = sizes.within(sizes.context_tokens, _ANSWER_TOKENS)[0]
+    wanted = (0, sizes.prompt_tokens // 2, sizes.prompt_tokens, 2 * sizes.prompt_tokens)
+    tokens = tuple(sorted({min(max(each, servers.LEAST_PROMPT_TOKENS), most) for each in wanted} | {most}))
     requests = []
     for _ in range(repeats + 1):
         for each in tokens:
             # No prompt begins as another, so that nothing is reused.
-            request = workload.Request(
-                app=0, prompt=workload.random_prompt(sizes, each, draw), answer_tokens=_ANSWER_TOKENS
+            request = servers.Request(
+                app=0, prompt=servers.random_prompt(sizes, each, draw), answer_tokens=_ANSWER_TOKENS
             )
             # Without an objective the whole model answers.
             requests.append(ours.message(request, None, given) | {"time_s": 0.0})
@@ -310,14 +296,3 @@ def measure(
     # A longer prompt never takes less time, whatever disturbed a sample.
     rising = tuple(itertools.accumulate(medians, max))
     return Reference(tokens, rising, statistics.median(tpot))
-
-
-def _lengths(sizes: workload.Sizes) -> tuple[int, ...]:
-    most = sizes.within(sizes.context_tokens, _ANSWER_TOKENS)[0]
-    wanted: Sequence[int] = (
-        workload.LEAST_PROMPT_TOKENS,
-        sizes.prompt_tokens // 2,
-        sizes.prompt_tokens,
-        2 * sizes.prompt_tokens,
-    )
-    return tuple(sorted({min(max(each, workload.LEAST_PROMPT_TOKENS), most) for each in wanted} | {most}))

@@ -1,11 +1,11 @@
 """`jaxllm bench speculative`: a model larger than memory, with and without drafts (LLMCad, section 4).
 
-`systems` opens ours and the baselines, `run` times answers, `answers` tunes systems and has the figures of
-answers, `memory` measures a process in a budget, `in_memory` times answers without one, beside llama.cpp's,
-and makes a trained target as much larger than its draft as the papers' are.
+`systems` opens ours and the baselines, `run` times answers, in a budget of memory and without one, `answers`
+tunes systems and has the figures of answers.
 """
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Literal
 
@@ -77,3 +77,56 @@ class Plan(plans.DataPlan):
     context_tokens: int = 512
     judged: bool = True
     seed: int = 0
+
+
+@plans.benchmark("speculative", Plan, shapes=(*plans.DENSE_SHAPES, *plans.SEQ2SEQ_SHAPES))
+def speculative_command(bench: plans.Run[Plan]) -> plans.Run[Plan]:
+    """Measure a model larger than memory, with drafts and without.
+
+    Times tokens of ours and of LLMCad's baselines, which are tuned on other prompts with --full. The model
+    and its draft are decoders, or both encoder-decoders. Of random weights, measures the memory and the reads
+    of a process alone.
+
+    \b
+    Example:
+      jaxllm bench speculative
+      jaxllm bench speculative --enlarge 4 --budget 25% --device eufs
+      jaxllm bench speculative --full --prompts spec-bench --preset published
+      jaxllm bench speculative --model translate --draft translate-draft --prompts val.de
+      jaxllm bench speculative --model nested.jaxllm --draft nested --only same-answers
+      jaxllm bench speculative --enlarge 8 --only in-memory
+    """
+    plan = bench.plan
+    if bench.shape is not None:
+        if plan.enlarge:
+            raise click.UsageError("--enlarge is for a trained model; a --shape has its size")
+        if plan.parts != tuple(PARTS):
+            raise click.UsageError(
+                "--only is for a --model; of a --shape the memory of a process is measured"
+            )
+        asked = {"file": "--prompts", "prompts": "--count", "presets": "--preset"}
+        unused = [flag for name, flag in asked.items() if name in bench.given]
+        if unused:
+            raise click.UsageError(
+                f"{' and '.join(unused)}: for a --model; a --shape is not asked for answers"
+            )
+        shares = plan.shares if "shares" in bench.given else (0.25, 0.5, 0.75)
+        return bench.changed(shares=shares)
+    if bench.is_quick and plan.parts == tuple(PARTS):
+        plan = dataclasses.replace(plan, parts=tuple(part for part in plan.parts if part != "in-memory"))
+    return bench.changed(parts=plan.parts, file=_prompts_file(plan))
+
+
+def _prompts_file(plan: Plan) -> Path | None:
+    """The file that --prompts names, checked before anything is measured."""
+    file = plan.file
+    if file is not None and str(file) == "spec-bench":
+        folder = plan.data or os.environ.get("JAXLLM_DATA")
+        if not folder:
+            raise click.UsageError(
+                "--prompts spec-bench needs the folder it lies in: --data, or $JAXLLM_DATA"
+            )
+        file = Path(folder) / "prompts" / "spec_bench.jsonl"
+    if file is not None and not file.is_file():
+        raise click.UsageError(f"--prompts {file}: there is no such file; give Spec-Bench's question.jsonl")
+    return file

@@ -174,16 +174,6 @@ def spec_bench(file: Path) -> dict[str, list[TaskExample]]:
     return found
 
 
-def source_lines(file: Path) -> dict[str, list[TaskExample]]:
-    """The sources of an encoder-decoder's task: a line each, or what precedes the tab of a pair.
-
-    Raises:
-      ConfigError: the file cannot be read.
-    """
-    sources = (line.split("\t")[0].strip() for line in read_text(file).splitlines())
-    return {"sources": [TaskExample(user=each, answer="") for each in sources if each]}
-
-
 def read_prompts(
     data: Path | None,
     tokenizer: Tokenizer,
@@ -199,15 +189,20 @@ def read_prompts(
       data: the folder of the tasks' files; None takes the packaged samples.
       tokenizer: of the model that is asked.
       count: of each task; a sample that has fewer gives all of them. Tasks without any are left out.
-      file: of Spec-Bench, whose categories are the tasks then; for an encoder-decoder of sources (see
-        `source_lines`). None takes `own_tasks`, or the tasks that an encoder-decoder's folder names.
+      file: of Spec-Bench, whose categories are the tasks then; for an encoder-decoder of sources, a line
+        each, or what precedes the tab of a pair. None takes `own_tasks`, or the tasks that an
+        encoder-decoder's folder names.
 
     Raises:
       ConfigError: a file is missing or malformed, or no prompt is that short.
     """
     found = {}
     if file is not None:
-        by_task = (source_lines if reads_sources(tokenizer) else spec_bench)(file)
+        if reads_sources(tokenizer):
+            sources = (line.split("\t")[0].strip() for line in read_text(file).splitlines())
+            by_task = {"sources": [TaskExample(user=each, answer="") for each in sources if each]}
+        else:
+            by_task = spec_bench(file)
     elif reads_sources(tokenizer):
         names = chosen_tasks(tokenizer)
         by_task = {SOURCE_TASKS[name].called: source_examples(name, data) for name in names}
@@ -284,28 +279,21 @@ def draft_rows(engines: Mapping[str, Engine], device: Device, case: str) -> list
         )
         metrics = ("acceptance_length", "useful_share")
         rows += [row(case, metric, getattr(counts, metric), note, system=name) for metric in metrics]
-        if counts.verifications:
-            rows += _pass_rows(engine, device, case, name)
+        if not counts.verifications:
+            continue
+        # Per verification: of drafting before it, and of itself, with what is read meanwhile.
+        draft_ms, verify_ms, hidden_ms = (
+            1000 * each / counts.verifications for each in (counts.draft_s, counts.verify_s, counts.hidden_s)
+        )
+        parts = [f"{hidden_ms:.1f} ms of it drafting on"]
+        if (streamed := engine.model.streamed) is not None and "pass_bytes" in (facts := streamed.facts()):
+            read = f"{facts['pass_bytes'] / 1e6:.1f} MB read"
+            if speed := device.storage.bytes_per_s:
+                read += f", in {1000 * facts['pass_bytes'] / speed:.1f} ms at least"
+            parts.append(read)
+        rows.append(row(case, "draft_ms", draft_ms, system=name))
+        rows.append(row(case, "verify_ms", verify_ms, "; ".join(parts), system=name))
     return rows
-
-
-def _pass_rows(engine: Engine, device: Device, case: str, name: str) -> list[Row]:
-    """Time per verification: of drafting before it, and of itself, with what is read meanwhile."""
-    assert engine.speculation is not None
-    counts = engine.speculation.counts
-    draft_ms, verify_ms, hidden_ms = (
-        1000 * each / counts.verifications for each in (counts.draft_s, counts.verify_s, counts.hidden_s)
-    )
-    parts = [f"{hidden_ms:.1f} ms of it drafting on"]
-    if (streamed := engine.model.streamed) is not None and "pass_bytes" in (facts := streamed.facts()):
-        read = f"{facts['pass_bytes'] / 1e6:.1f} MB read"
-        if speed := device.storage.bytes_per_s:
-            read += f", in {1000 * facts['pass_bytes'] / speed:.1f} ms at least"
-        parts.append(read)
-    return [
-        row(case, "draft_ms", draft_ms, system=name),
-        row(case, "verify_ms", verify_ms, "; ".join(parts), system=name),
-    ]
 
 
 def notes_of(engines: Mapping[str, Engine], device: Device, how: Mapping[str, str]) -> dict[str, str]:
@@ -386,10 +374,7 @@ def tuned(
     for label, engine in engines.items():
         if label != best:
             engine.close()
-    tried = ", ".join(f"{label}: {_said(times[label], quality[label])}" for label in engines)
+    likeness = {name: "" if each == 1 else f" at a Rouge-L of {each:.2f}" for name, each in quality.items()}
+    tried = ", ".join(f"{label}: {times[label]:.1f} ms{likeness[label]}" for label in engines)
     count = sum(map(len, prompts.values()))
     return engines[best], f"{best}, the best of these on {count} other prompts ({tried})"
-
-
-def _said(took_ms: float, quality: float) -> str:
-    return f"{took_ms:.1f} ms" if quality == 1 else f"{took_ms:.1f} ms at a Rouge-L of {quality:.2f}"

@@ -1,8 +1,7 @@
 """`jaxllm bench train`: training and serving on one accelerator: attention, speed, memory, resuming, levels.
 
-Each check runs in a process of its own, so that each has the whole device. `steps` measures training, and
-`resuming` kills runs and compares what resumes, and measures serving by its commands. It needs neither a
-network nor data. `projection` says what a preparation costs at the measured rates.
+Each check runs in a process of its own, so that each has the whole device. `steps` has the checks, which need
+neither a network nor data. `projection` says what a preparation costs at the measured rates.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from benchmarks.harness.bench import REPORT_OPTIONS, report, tell
+from benchmarks.harness.bench import REPORT_OPTIONS, tell
 from jaxllm.errors import JaxllmError
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def checks_of(*, tiny: bool, cpu: bool, repetitions: int) -> "dict[str, Callable
       cpu: whether the CPU is measured.
       repetitions: timed steps of each kind.
     """
-    from benchmarks.train import resuming, steps
+    from benchmarks.train import steps
 
     sizes = [(256, 4, 2, 64)] if tiny else [(4096, 32, 8, 128), (8192, 16, 8, 64)]
 
@@ -48,7 +47,7 @@ def checks_of(*, tiny: bool, cpu: bool, repetitions: int) -> "dict[str, Callable
 
     def resumed() -> "list[Row]":
         with tempfile.TemporaryDirectory() as folder:
-            return resuming.check_resuming(size("60m"), Path(folder), cpu)
+            return steps.check_resuming(size("60m"), Path(folder), cpu)
 
     return {
         "attention": lambda: [row for each in sizes for row in steps.check_attention(*each, repetitions)],
@@ -62,7 +61,7 @@ def checks_of(*, tiny: bool, cpu: bool, repetitions: int) -> "dict[str, Callable
         "joint-1b": lambda: steps.measure_joint(size("1b"), False, repetitions),
         "joint-1b-bound": lambda: steps.measure_joint(size("1b"), True, repetitions),
         "resume": resumed,
-        **resuming.serving_checks(tiny),
+        **steps.serving_checks(tiny),
     }
 
 
@@ -124,8 +123,10 @@ def train_command(
     if not names:
         raise click.UsageError(f"--only: choose among {', '.join(checks)}")
     words = [*["--cpu"] * cpu, "--repetitions", str(repetitions), "--quick" if quick else "--full"]
+    from benchmarks.harness.report import emit
+
     rows, failed = run(names, words, out, minutes)
-    report("train", rows, **how)
+    emit("train", rows, **how)
     if failed:
         raise JaxllmError(f"failed or not begun: {', '.join(failed)}")
 

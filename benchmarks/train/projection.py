@@ -31,27 +31,17 @@ ROW_TOKENS = 4096
 LABEL_UTILIZATION = 0.2
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Counts:
-    """How much of everything a preparation takes; the defaults are the paper's (sections 3.2 and 3.3), and of
-    what it does not say ours.
-
-    Attributes:
-      calibration_tokens: of importance; ours (recipe `large`).
-      recovery_tokens: that each level's adapter is trained on: Alpaca-cleaned.
-      questions: of labels: MMLU-Pro's test split.
-      prompt_tokens, option_tokens: of a question and of all of its options; ours.
-      score_tokens: of the score head, and how often they are seen: MeetingBank, ten epochs as LLMLingua-2.
-      tiny_lm_parameters: MobileBERT's, and the heads'.
-    """
-
-    calibration_tokens: int = 262_144
-    recovery_tokens: int = 50_000_000
-    questions: int = 12_032
-    prompt_tokens: int = 300
-    option_tokens: int = 100
-    score_tokens: int = 10 * 50_000_000
-    tiny_lm_parameters: int = 40_000_000
+# How much of everything a preparation takes, as in the paper (sections 3.2 and 3.3), and of what it does not
+# say ours. Of importance, ours (recipe `large`).
+CALIBRATION_TOKENS = 262_144
+# That each level's adapter is trained on: Alpaca-cleaned.
+RECOVERY_TOKENS = 50_000_000
+# Of labels: MMLU-Pro's test split; tokens of a question and of all of its options are ours.
+QUESTIONS, PROMPT_TOKENS, OPTION_TOKENS = 12_032, 300, 100
+# Of the score head, and how often they are seen: MeetingBank, ten epochs as LLMLingua-2.
+SCORE_TOKENS = 10 * 50_000_000
+# MobileBERT's, and the heads'.
+TINY_LM_PARAMETERS = 40_000_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +58,7 @@ class Stage:
         return self.flops / (peak * self.utilization) / 3600
 
 
-def stages(cfg: ModelConfig, counts: Counts, measured: Mapping[str, float] | None = None) -> list[Stage]:
+def stages(cfg: ModelConfig, measured: Mapping[str, float] | None = None) -> list[Stage]:
     """The stages of a preparation by adapters, as in the paper.
 
     Args:
@@ -78,12 +68,12 @@ def stages(cfg: ModelConfig, counts: Counts, measured: Mapping[str, float] | Non
     adapter = step_flops_per_token(cfg, ROW_TOKENS, adapter=True)
     smaller = [level / WHOLE for level in LEVELS if level < WHOLE]
     # A backward pass, and the loss of the whole model and without each layer.
-    importance = counts.calibration_tokens * whole * (1 + (cfg.layers + 1) / 3)
-    recovery = counts.recovery_tokens * adapter * len(smaller)
+    importance = CALIBRATION_TOKENS * whole * (1 + (cfg.layers + 1) / 3)
+    recovery = RECOVERY_TOKENS * adapter * len(smaller)
     # Labels are of sub-models cut to their level, each prompt at every length, with its options.
-    per_question = sum(ratio * counts.prompt_tokens + counts.option_tokens for ratio in PROMPT_RATIOS)
-    labels = counts.questions * per_question * (whole / 3) * (sum(smaller) + 1)
-    score = counts.score_tokens * 6.0 * counts.tiny_lm_parameters
+    per_question = sum(ratio * PROMPT_TOKENS + OPTION_TOKENS for ratio in PROMPT_RATIOS)
+    labels = QUESTIONS * per_question * (whole / 3) * (sum(smaller) + 1)
+    score = SCORE_TOKENS * 6.0 * TINY_LM_PARAMETERS
 
     def stage(name: str, kind: str, flops: float, forward: float) -> Stage:
         if measured is not None and kind in measured:
@@ -135,7 +125,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--measured", type=Path, metavar="FILE", help="what benchmarks.train --out wrote")
     given = parser.parse_args(words)
     lines = [] if given.measured is None else given.measured.read_text(encoding="utf-8").splitlines()
-    found = stages(MODELS[given.model], Counts(), measured_shares(lines))
+    found = stages(MODELS[given.model], measured_shares(lines))
     print(as_markdown(found, given.device or ["A40", "H100"]))
 
 

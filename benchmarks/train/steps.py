@@ -2,25 +2,35 @@
 
 Models have a size and random weights, drawn on the device; rows are random documents. Checks attention within
 packed documents on the device: outputs, gradients and borders, against float32.
+
+Kills a training run on the device, by SIGTERM and by kill -9, and compares what resumes with one that was
+never stopped. Measures serving on the device by the service's own commands, in processes of their own.
 """
 
 import dataclasses
 import functools
+import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.harness.children import run_python
 from benchmarks.harness.report import Row, row
 from benchmarks.models import shape
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.elastic.ladder import Ladder
-from jaxllm.errors import ConfigError
+from jaxllm.errors import JaxllmError
 from jaxllm.models.parameters import ParamSpec, init_param, init_params, param_specs
 from jaxllm.models.scanned_layers import Remat, stacked
 from jaxllm.nn.documents import document_attention, document_mask
@@ -32,7 +42,7 @@ from jaxllm.training.decoders import LoraRecipe, PretrainRecipe, lora_job, pretr
 from jaxllm.training.elastic.job import joint_job, unit_step
 from jaxllm.training.loop.hardware import known_device, peak_memory_bytes, step_flops_per_token
 from jaxllm.training.loop.parallel import MeshShape, make_mesh, place_rows, stacks_layers
-from jaxllm.training.loop.trainer import Job, Trainer
+from jaxllm.training.loop.trainer import Job, Preempted, Trainer, train
 from jaxllm.training.settings import TrainSettings
 
 
@@ -59,17 +69,6 @@ SIZES = {
     "1b": _size(2048, 16, 16, 8, 8192, 128256, 4, 4096),
     "8b": _size(4096, 32, 32, 8, 14336, 128256, 2, 4096),
 }
-
-
-def size_of(name: str) -> Size:
-    """The size of a name.
-
-    Raises:
-      ConfigError: there is none.
-    """
-    if name not in SIZES:
-        raise ConfigError(f"there is no size {name!r}; choose among {', '.join(SIZES)}")
-    return SIZES[name]
 
 
 def random_batch(size: Size, seed: int = 0) -> Batch:
@@ -150,7 +149,7 @@ _WARM_STEPS = 2
 
 def measure_pretraining(name: str, remat: Remat, optimizer: str, repetitions: int) -> list[Row]:
     """Steps of a new model, all weights trained."""
-    size = size_of(name)
+    size = SIZES[name]
     settings: Any = {**_settings(size, remat), "optimizer": optimizer}
     recipe = PretrainRecipe(**settings, model=size.cfg)
     return _trained(
@@ -160,7 +159,7 @@ def measure_pretraining(name: str, remat: Remat, optimizer: str, repetitions: in
 
 def measure_lora(name: str, weights: str, repetitions: int) -> list[Row]:
     """Steps of an adapter of rank 16 over random weights of bfloat16 or 4 bits."""
-    size = size_of(name)
+    size = SIZES[name]
     recipe = LoraRecipe(**_settings(size, "full"), sources=(Source(text="text.txt"),))
     stack = _stacks()
     if weights == "int4":
@@ -174,7 +173,7 @@ def measure_lora(name: str, weights: str, repetitions: int) -> list[Row]:
 
 def measure_importance(name: str, repetitions: int) -> list[Row]:
     """The backward pass that importance of units is read from."""
-    size, mesh = size_of(name), _mesh()
+    size, mesh = SIZES[name], _mesh()
     params = dense_params(size.cfg, jnp.bfloat16, stack=_stacks())
     step = unit_step(size.cfg, mesh, remat="full")
     with jax.set_mesh(mesh):
@@ -185,7 +184,7 @@ def measure_importance(name: str, repetitions: int) -> list[Row]:
 
 def measure_joint(name: str, bound: bool, repetitions: int) -> list[Row]:
     """Steps of joint recovery of all levels, with `bound` within reach of the model before."""
-    size = size_of(name)
+    size = SIZES[name]
     settings = TrainSettings(**_settings(size, "full"))
     params = dense_params(size.cfg, jnp.float32, stack=_stacks())
     original = dense_params(size.cfg, jnp.bfloat16, stack=_stacks()) if bound else None
@@ -315,3 +314,133 @@ def _outputs_and_gradients(
 
 def _norm(value: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(value.astype(jnp.float32))))
+
+
+STEPS, CHECKPOINT_STEPS = 12, 4
+_WAIT_S = 240
+
+
+def train_here(name: str, folder: Path) -> None:
+    """Trains in a folder, from its newest checkpoint, and leaves the parameters there."""
+    size = SIZES[name]
+    recipe = PretrainRecipe(
+        model=size.cfg, steps=STEPS, batch=size.batch, row_tokens=size.row_tokens, peak_learning_rate=1e-3,
+        warmup_steps=2, precision="bfloat16", remat="dots", checkpoint_steps=CHECKPOINT_STEPS, log_steps=1,
+    )  # fmt: skip
+    trainer = Trainer(pretrain_job(recipe), recipe, make_mesh(MeshShape(data=1), 1))
+    held_out = random_batch(dataclasses.replace(size, batch=1), seed=99)
+
+    report = functools.partial(print, flush=True)
+    batches, checkpoints = functools.partial(random_batch, size), folder / "checkpoints"
+    try:
+        state = train(trainer, batches, lambda: [held_out], checkpoints, report)
+    except Preempted:
+        return
+    params = {name: np.asarray(value) for name, value in trainer.whole(state.params).items()}
+    np.savez(folder / "params.npz", **params)  # pyright: ignore[reportArgumentType]
+
+
+def check_resuming(name: str, folder: Path, cpu: bool) -> list[Row]:
+    """Compares the parameters of killed and resumed runs with those of a whole one; this process itself
+    touches no device, which the runs need whole.
+
+    Args:
+      cpu: whether the runs are for CPUs.
+    """
+    whole = _finished(_started(name, folder / "whole", cpu), folder / "whole")
+    rows = []
+    for kill in (signal.SIGTERM, signal.SIGKILL):
+        own = folder / kill.name
+        process = _started(name, own, cpu)
+        _wait_for_step(process, CHECKPOINT_STEPS + 1)
+        process.send_signal(kill)
+        process.communicate(timeout=_WAIT_S)
+        found = _finished(_started(name, own, cpu), own)
+        case = f"resume {name} after {kill.name}"
+        pairs = [(found[each], value) for each, value in whole.items()]
+        different = sum(not np.array_equal(*pair) for pair in pairs)
+        most = max(float(np.abs(one - other).max()) for one, other in pairs)
+        # Sums by atomic operations, as of an embedding's gradient, have no fixed order on GPUs.
+        rows.append(row(case, "different_arrays", different))
+        rows.append(row(case, "largest_difference", most))
+    return rows
+
+
+def _started(name: str, folder: Path, cpu: bool) -> "subprocess.Popen[str]":
+    folder.mkdir(parents=True, exist_ok=True)
+    words = [sys.executable, "-m", "benchmarks.train.steps", name, str(folder)]
+    # What one run has compiled and tuned is what the others run.
+    own = {"JAX_COMPILATION_CACHE_DIR": str(folder.parent / "compiled")}
+    own |= {"JAX_PLATFORMS": "cpu"} if cpu else {}
+    return subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, **own})
+
+
+def _wait_for_step(process: "subprocess.Popen[str]", step: int) -> None:
+    until = time.monotonic() + _WAIT_S
+    assert process.stdout is not None
+    for line in process.stdout:
+        if f"step={step}," in line:
+            return
+        if time.monotonic() > until:
+            break
+    process.kill()
+    raise JaxllmError(f"the run to be killed did not reach step {step}")
+
+
+def _finished(process: "subprocess.Popen[str]", folder: Path) -> dict[str, np.ndarray]:
+    """The parameters that a run leaves in its folder."""
+    process.communicate(timeout=_WAIT_S)
+    if process.returncode:
+        raise JaxllmError(f"a training run ended with {process.returncode}")
+    with np.load(folder / "params.npz") as stored:
+        return dict(stored)
+
+
+def serving_checks(tiny: bool) -> dict[str, Callable[[], list[Row]]]:
+    """The checks by name; with `tiny` one bench, of the packaged model."""
+    alone = ("--peer", "none", "--quick")
+    if tiny:
+        return {"serve-packaged": functools.partial(bench, ("engine", *alone))}
+    # Prefill and decode of 1.1 billion random weights; levels of the packaged model.
+    large = ("engine", "--shape", "1b", "--weights")
+    return {
+        "serve-bf16": functools.partial(bench, (*large, "bf16", *alone)),
+        "serve-int8": functools.partial(bench, (*large, "int8", *alone)),
+        "serve-levels": functools.partial(bench, ("elastic", "--only", "costs", "--quick")),
+        "serve-integer-prefill": compare_integer_prefill,
+    }
+
+
+def bench(words: Sequence[str]) -> list[Row]:
+    """The rows of ours that `jaxllm bench` prints."""
+    printed = json.loads(_output_of("bench", *words, "--json"))
+    return [
+        row(
+            f"{each['case']} ({each['system']})", each["metric"], each["value"], each.get("note"),
+            unit=each["unit"],
+        )
+        for each in printed["rows"]
+        if each["system"].startswith("jaxllm")
+    ]  # fmt: skip
+
+
+def compare_integer_prefill() -> list[Row]:
+    """Answers after integer prefill on two processors: the GPU as the integer one, beside the CPU."""
+    prompt = (
+        "Once upon a time there was a small dog who lived beside a wide river. One day he met a fox. " * 4
+    )
+    words = ("generate", "--prefill", "int8", "--processors", "2", "--prompt", prompt, "--max-tokens", "20")
+    texts = {device: _output_of(*words, "--integer-device", device) for device in ("cpu", "gpu")}
+    same = float(texts["cpu"] == texts["gpu"])
+    return [row("integer prefill with --integer-device gpu", "same_answer", same, texts["gpu"].strip())]
+
+
+def _output_of(*words: str) -> str:
+    # Benches start processes of their own: none of them may take the device's whole memory.
+    shared = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    what = f"`jaxllm {' '.join(words)[:100]}`"
+    return run_python(what, "-m", "jaxllm.cli.entry", *words, timeout=280, env=shared)
+
+
+if __name__ == "__main__":
+    train_here(sys.argv[1], Path(sys.argv[2]))

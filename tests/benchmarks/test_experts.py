@@ -4,21 +4,18 @@ import dataclasses
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from benchmarks.experts import run as room
 from benchmarks.experts import systems as rivals
-from benchmarks.experts.nested import BASELINE, BUFFERS, LOSSES, NODES, PROMPT, text_windows, widened_folder
-from benchmarks.experts.run import Mixture, Plan, hit_ratio
-from benchmarks.experts.seq2seq import TaskPairs, by_layer, share_lost
+from benchmarks.experts.run import Mixture, Plan, TaskPairs, hit_ratio
+from benchmarks.experts.systems import BASELINE, BUFFERS, LOSSES, widened_folder
 from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import named_devices
-from benchmarks.harness.report import OURS, median_ratio_interval
+from benchmarks.harness.report import OURS
 from benchmarks.models import SWITCHES, write_random_switch
 from jaxllm.bundle import Bundle, expert_widths
 from jaxllm.bundle.calibrations import expert_parts
 from jaxllm.checkpoints.huggingface import read_config, read_params
-from jaxllm.cli.main import cli
 from jaxllm.errors import ConfigError
 from jaxllm.experts.prediction import POLICIES, PathCounts
 from jaxllm.models.decoder import forward
@@ -29,7 +26,6 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.training.seq2seq.pairs import TextPairs
 from jaxllm.training.seq2seq.run import pair_tokenizer, write_seq2seq
-from tests import tiny_encdec
 from tests.serving.experts.conftest import CFG, drawn_params
 from tests.serving.test_encoder_decoders import SWITCH
 from tests.tiny import tiny_params, write_tiny_folder
@@ -66,12 +62,6 @@ def test_policies_differ_by_layers():
     assert ratio(visits, "fifo", 2, layers=2, experts=2) < ours
 
 
-def test_room_for_all_misses_only_once():
-    visits = np.random.default_rng(0).integers(0, 4, (3, 100, 1))
-    found = hit_ratio(visits, POLICIES["lru"], 12, np.zeros((3, 4)))
-    assert found == pytest.approx(1 - 12 / 300)
-
-
 def test_wider_experts_answer_as_before(tmp_path):
     folder = write_tiny_folder(tmp_path / "folder", cfg=CFG, params=drawn_params())
     wide = widened_folder(folder, 4)
@@ -91,21 +81,6 @@ def test_wider_experts_answer_as_before(tmp_path):
         rivals.widths_of(tmp_path / "mixed.jaxllm")
         == "experts: 50% at 4 bits, 50% at 2 bits, by no calibration"
     )
-
-
-def test_intervals_of_ratios():
-    ours = [1.0, 2.0, 3.0, 4.0, 5.0]
-    assert median_ratio_interval(ours, [2 * each for each in ours]) == (2.0, 2.0)
-    low, high = median_ratio_interval(ours, [5.0, 4.0, 3.0, 2.0, 1.0])
-    assert low < 1.0 < high
-
-
-def test_windows_of_a_text():
-    size = PROMPT + NODES + 1
-    windows = text_windows(list(range(10 * size)), 3)
-    assert [len(each) for each in windows] == [size] * 3
-    assert (windows[0][0], windows[-1][-1]) == (0, 10 * size - 1)
-    assert len(text_windows(list(range(size)), 5)) == 1
 
 
 @pytest.mark.slow
@@ -151,34 +126,6 @@ MODEL = {
 PAIRS = [(f"{word} of them", f"all of {word}") for word in ("one", "two", "three", "four", "five", "six")]
 
 
-def test_pairs_are_lines_of_the_same_number(tmp_path):
-    source, target = tmp_path / "source.txt", tmp_path / "target.txt"
-    source.write_text("a\nb\n\n")
-    target.write_text("x\n\nz\n")
-    with pytest.raises(ConfigError, match="4 lines"):
-        TaskPairs.read(source, _written(tmp_path / "other.txt", "x"))
-    assert TaskPairs.read(source, target).pairs == [("a", "x")]
-    target.write_text("\n\nz\n")
-    with pytest.raises(ConfigError, match="have no pair"):
-        TaskPairs.read(source, target)
-
-
-def _written(path, text):
-    path.write_text(text)
-    return path
-
-
-def test_rates_and_loads_by_hand():
-    each = rivals.Measured(prompts=4)
-    each.counts.update({("visits", 0): 20, ("visits", 2): 40, ("hits", 0): 5, ("loads", 0): 15})
-    assert by_layer(each, 0, "hit_rate") == 0.25
-    assert by_layer(each, 0, "loads_per_prompt") == 3.75
-    assert by_layer(each, 1, "hit_rate") == by_layer(each, 2, "loads_per_prompt") == 0
-    assert share_lost(0.48, 0.5, 0.05) == "lost 4.0%, within 5%"
-    assert share_lost(0.46, 0.5, 0.05) == "lost 8.0%, more than 5%"
-    assert "none to lose" in share_lost(0.0, 0.0, 0.05)
-
-
 def test_random_weights_are_a_bundle_with_experts_apart(tmp_path):
     """As those of switch-base-64, of which this takes the sizes alone."""
     whole = SWITCHES["switch-base-64"]
@@ -193,32 +140,12 @@ def test_random_weights_are_a_bundle_with_experts_apart(tmp_path):
     engine.close()
 
 
-def test_models_are_asked_as_they_answer(tmp_path):
-    path = tiny_encdec.write_bundle(tmp_path / "t5.jaxllm")
-    file = str(_written(tmp_path / "lines.txt", "a\n"))
-
-    def asked(*words):
-        return CliRunner().invoke(cli, ["bench", "experts", *words], catch_exceptions=False)
-
-    with pytest.raises(ConfigError, match="is measured on a task; give --task or its --pairs"):
-        asked("-m", str(path))
-    with pytest.raises(ConfigError, match="give --text instead"):
-        asked("--pairs", file, file)
-    got = asked("-m", str(path), "--prefix", "to English:")
-    assert (got.exit_code, "--prefix goes with --pairs" in got.stderr) == (2, True)
-    assert asked("--shape", "switch-base-64", "--only", "systems").exit_code == 2
-    assert "--data goes with --task" in asked("-m", str(path), "--data", str(tmp_path)).stderr
-    with pytest.raises(ConfigError, match="no mixture of experts"):
-        rivals.config_of([path])
-
-
 @pytest.mark.slow
 def test_the_whole_bench_of_an_encoder_decoder(tmp_path, monkeypatch):
     """Systems answer the same sources, and every claim has its rows."""
     # IO-EXP and STI are opened alike; each system takes its time to compile.
     systems = OURS, "IO-FREE", "IO-QEXP"
     monkeypatch.setattr(room.systems, "SYSTEMS", systems)
-    monkeypatch.setattr("benchmarks.experts.seq2seq.SYSTEMS", systems)
     folder, mixed, recipe = tmp_path / "hf", tmp_path / "mixed.jaxllm", tiny_recipe(MODEL)
     tokenizer = pair_tokenizer(TextPairs(PAIRS, [0] * len(PAIRS)), recipe)
     params = {name: 3 * value if value.ndim > 1 else value for name, value in tiny_params(recipe.cfg).items()}

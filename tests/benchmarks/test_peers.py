@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from benchmarks.harness.bench import TimedPlan
-from benchmarks.peers import PEERS, SYSTEMS, Opening
+from benchmarks.peers import SYSTEMS, Opening, Peer
 from benchmarks.peers import process as alternation
 from benchmarks.peers.child import Server
-from benchmarks.peers.process import Child, PeerFailed, System, alternate, prompt_ids
+from benchmarks.peers.process import Child, PeerFailed, System, alternate
 from benchmarks.peers.torch_transformers import TransformersSession
 from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError
@@ -100,15 +100,11 @@ def test_a_child_that_fails_to_open_says_why_and_is_gone(body, message, monkeypa
     assert not is_alive(started[0].pid)
 
 
-def test_a_child_that_dies_at_work_is_noticed():
+def test_a_child_that_dies_at_work_is_noticed_and_one_that_hangs_is_killed_when_closed(monkeypatch):
     with child("def answer(command): os.kill(os.getpid(), 11)") as peer:
-        with pytest.raises(PeerFailed, match="the peer was killed by SIGSEGV"):
-            peer.answer([1], 1, "only")
-        with pytest.raises(PeerFailed, match="SIGSEGV"):
-            peer.answer([1], 1, "only")
-
-
-def test_a_child_that_hangs_is_killed_when_closed(monkeypatch):
+        for _ in range(2):
+            with pytest.raises(PeerFailed, match="the peer was killed by SIGSEGV"):
+                peer.answer([1], 1, "only")
     monkeypatch.setattr("benchmarks.peers.process._CLOSE_TIMEOUT_S", 0.1)
     body = """
     import signal
@@ -172,17 +168,14 @@ class Echo:
         return [-0.5] * len(targets)
 
 
-class EchoPeer:
-    name = "echo"
-
-    def open(self, opening, progress):
-        progress("load", 1, 1)
-        return Echo()
+def open_echo(opening, progress):
+    progress("load", 1, 1)
+    return Echo()
 
 
 @pytest.fixture
 def server(monkeypatch, tmp_path):
-    monkeypatch.setitem(SYSTEMS, "echo", EchoPeer())
+    monkeypatch.setitem(SYSTEMS, "echo", Peer("echo", open_echo))
     out = io.StringIO()
     server = Server(out)
     opening = Opening(peer="echo", model=tmp_path, format="f32", threads=1)
@@ -199,18 +192,12 @@ def test_answers_are_timed_and_repeated_and_scores_are_losses(server):
     assert min(answer["prefill_ms"], answer["decode_ms"]) > 0
     assert server._session.calls == [("prefill", "b"), ("decode", "b")] * 3
     assert answer["peak_bytes"] > 1 << 20
-    assert answer["cpu_s"] >= 0
-    # No token is decoded for none.
-    server._session.calls.clear()
-    server.handle({"do": "answer", "prompt": [1], "tokens": 0, "setting": "a", "repeats": 1})
-    assert server._session.calls == [("prefill", "a")]
     assert server.handle({"do": "score", "tokens": [1, 2], "targets": [2, 3]})["loss"] == 1.0
 
 
 def test_failures_become_answers(server, capsys):
     assert server.handle({"do": "score", "tokens": [], "targets": []})["error"] == "no tokens"
     assert "KeyError" in server.handle({"do": "score"})["error"]
-    assert "dance" in server.handle({"do": "dance"})["error"]
     assert "Traceback" in capsys.readouterr().err
     closed = Server(io.StringIO()).handle({"do": "score", "tokens": [1], "targets": [1]})
     assert "no model is open" in closed["error"]
@@ -253,9 +240,7 @@ def test_each_phase_keeps_its_fastest_setting():
     assert result.settings == {"prefill": "x", "decode": "y"}
     assert (result.rate("prefill", 10), result.rate("decode", 4)) == (100.0, 40.0)
     # Where there is no choice none is mentioned.
-    result = run(System("ours", Scripted({"x": (1.0, 1.0)}), ("x",)))["ours", 10]
-    assert result.settings == {}
-    assert (result.samples, result.disturbed) == (3, 0)
+    assert run(System("ours", Scripted({"x": (1.0, 1.0)}), ("x",)))["ours", 10].settings == {}
 
 
 def test_systems_alternate_within_each_round_and_prompt():
@@ -267,14 +252,12 @@ def test_systems_alternate_within_each_round_and_prompt():
     assert timed == [*first, ("a", 10), ("b", 10), ("a", 20), ("b", 20)]
 
 
-def test_a_disturbed_sample_is_taken_again():
+def test_a_disturbed_sample_is_taken_again_while_there_is_patience():
     # Two answers of the first round are disturbed, and two of the timed ones.
     child = Scripted({"x": (1.0, 1.0)}, [True, False, True, False, True, True, False])
     result = run(System("peer", child, ("x",)))["peer", 10]
     assert (result.ms["prefill"], result.disturbed) == (10.0, 0)
-
-
-def test_without_patience_disturbed_samples_stay_and_are_counted():
+    # Without it disturbed samples stay and are counted.
     child = Scripted({"x": (1.0, 1.0)}, [True] * 100)
     result = run(System("peer", child, ("x",)), patience_s=0.0)["peer", 10]
     assert (result.disturbed, result.samples) == (3, 3)
@@ -282,12 +265,6 @@ def test_without_patience_disturbed_samples_stay_and_are_counted():
     child = Scripted({"x": (1.0, 1.0)}, [True, True, True, False, True])
     result = run(System("peer", child, ("x",)), patience_s=0.0)["peer", 10]
     assert (result.ms["prefill"], result.disturbed, result.samples) == (10.0, 0, 1)
-
-
-def test_prompts_are_the_same_at_every_run_and_in_range():
-    assert prompt_ids(50, 8) == prompt_ids(50, 8)
-    assert prompt_ids(50, 200)[:8] == prompt_ids(50, 8)
-    assert set(prompt_ids(50, 2000)) == set(range(50))
 
 
 def test_memory_is_measured_before_and_after_each_sample():
@@ -325,13 +302,3 @@ def test_it_decodes_and_scores_as_ours_in_every_setting(session, folder):
     scorer.prepare(len(tokens))
     expected = scorer.score(tokens, [*tokens[1:], 3])
     np.testing.assert_allclose(session.score(tokens, [*tokens[1:], 3]), expected, atol=1e-4)
-
-
-def test_both_widths_stand_beside_ours(session):
-    assert dict(PEERS["transformers"].systems("int4")) == {
-        "transformers-f32": "f32",
-        "transformers-bf16": "bf16",
-    }
-    facts = session.facts()
-    assert facts["bits_per_weight"] == 32
-    assert facts["weight_bytes"] - facts["step_bytes"] == 4 * TINY.vocab_size * TINY.hidden_size

@@ -4,18 +4,18 @@ import dataclasses
 import json
 
 import pytest
-from click.testing import CliRunner
 
 from benchmarks.harness.bench import Run
 from benchmarks.models import shape
 from benchmarks.peers import PEERS
+from benchmarks.peers.llama import PACKAGE_TYPES, gguf_of
+from benchmarks.peers.peer import missing_packages
 from benchmarks.prepare import run
 from benchmarks.prepare.run import FROM_FLOATS, Plan, byte_pairs, vocabulary_keys
 from benchmarks.samples import stories_file
 from jaxllm.bundle import Bundle
 from jaxllm.checkpoints.gguf_file import read_gguf
 from jaxllm.checkpoints.gguf_tokenizer import read_gguf_tokenizer
-from jaxllm.cli.main import cli
 from jaxllm.prepare import prepare
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -65,7 +65,7 @@ def test_files_are_prepared_timed_and_scored(tmp_path):
         # As many bits.
         assert (ours.note, "4.5" in ours.note) == (floats.note, True)
     values = {row.system: row.value for row in rows if row.metric == "perplexity"}
-    llama = [] if PEERS["llama.cpp"].missing() else ["llama.cpp"]
+    llama = [] if missing_packages(*PEERS["llama.cpp"].packages) else ["llama.cpp"]
     assert set(values) == {"jaxllm", FROM_FLOATS, "float", *llama}
     assert all(value == pytest.approx(values["float"], rel=0.15) for value in values.values())
 
@@ -75,8 +75,8 @@ def test_byte_pairs_are_learned_and_filled_up_and_the_same_in_a_gguf_file(tmp_pa
     folder, vocabulary = source(told)
     files, learned = byte_pairs(20_000, [stories_file(None)])
     assert 256 < learned < len(json.loads(files.tokenizer_json)["model"]["vocab"]) == 20_000
-    path = run.written_gguf(folder, vocabulary, 1, lambda *_: None, "Q4_0")
-    assert run.written_gguf(folder, vocabulary, 1, lambda *_: None, "Q4_0") == path
+    how = {"by_package": PACKAGE_TYPES, "vocabulary": vocabulary}
+    path = gguf_of(folder, "Q4_0", threads=1, progress=lambda *_: None, **how)
     read = Tokenizer(read_gguf_tokenizer(read_gguf(path), SHAPE.vocab_size))
     prepare(folder, tmp_path / "m.jaxllm")
     with Bundle.open(tmp_path / "m.jaxllm") as bundle:
@@ -86,8 +86,3 @@ def test_byte_pairs_are_learned_and_filled_up_and_the_same_in_a_gguf_file(tmp_pa
     assert read.encode(sample) == ours.encode(sample)
     assert ours.decode(ours.encode(sample)) == sample
     assert len(vocabulary_keys(files)["tokens"]) == 20_000
-
-
-def test_data_without_a_shape_are_refused():
-    ran = CliRunner().invoke(cli, ["bench", "prepare", "--data", "."])
-    assert (ran.exit_code, "--data goes with --shape" in ran.output) == (2, True)

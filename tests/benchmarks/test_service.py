@@ -2,20 +2,16 @@
 
 import dataclasses
 import json
-import math
-import random
-import statistics
 import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from benchmarks.harness.bench import Run
+from benchmarks.harness.machine import memory_of
 from benchmarks.peers.llama import text_of_token
 from benchmarks.peers.process import PeerFailed
 from benchmarks.service import systems as servers
-from benchmarks.service import workload
 from benchmarks.service.load import NOT_ANSWERED, send
 from benchmarks.service.outcomes import (
     BLOCK_CALLS,
@@ -30,12 +26,8 @@ from benchmarks.service.outcomes import (
     memory_rows,
     said,
 )
-from benchmarks.service.run import Plan, Reference, _duration, _loads, run, write_outcomes
-from jaxllm.cli.main import cli
-from jaxllm.elastic.slo import SLOS
-from jaxllm.errors import ConfigError
+from benchmarks.service.run import Plan, Reference, _loads, run, write_outcomes
 from jaxllm.serving.ground.bundles import find_model
-from tests.tiny import TINY
 
 PLAN = Plan(
     loads=(0.5,), clients=(2,), repetitions=1, load_s=2.0, clients_s=1.0, patience_s=30.0, prompt_tokens=32,
@@ -62,7 +54,7 @@ def test_services_under_load():
     assert {"peak_memory_bytes", "load_ms"} <= metrics
 
 
-SIZES = workload.Sizes(prompt_tokens=32, answer_tokens=8, context_tokens=160, vocab_size=300)
+SIZES = servers.Sizes(prompt_tokens=32, answer_tokens=8, context_tokens=160, vocab_size=300)
 REFERENCE = Reference((16, 160), (10.0, 10.0), 10.0)
 
 
@@ -84,64 +76,7 @@ def test_no_prompt_is_sent_twice():
     assert [load.requests for load in loads_of(1, plan)] == [load.requests for load in loads[4:]]
 
 
-def test_loads_are_long_enough_and_their_time_is_told():
-    plan = Plan(clients=(1, 64), clients_s=100.0, patience_s=3.0, parts=("clients",))
-    few, many = loads_of(0, plan)
-    # An answer takes about 80 ms.
-    assert len(few.requests) > 5000
-    assert few.patience_s == 3
-    assert 8 < many.patience_s < 16
-    plan = Plan(loads=(1.0,), clients=(8,), load_s=60.0, clients_s=30.0, patience_s=30.0)
-    # Without objectives there is nothing to plan: three loads in each of two repetitions.
-    said = _duration(loads_of(0, plan), [servers.OurService(), servers.OurService("no-planning")], 2)
-    assert said.startswith("takes 5.0 minutes, at most 8.0 ")
-
-
-def test_what_cannot_be_measured_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="jaxllm prepare"):
-        run(Run(plan=PLAN, model=tmp_path))
-    for wrong in (("--slo-scale", "0"), ("--load", "-1")):
-        assert CliRunner().invoke(cli, ["bench", "service", *wrong]).exit_code == 2
-
-
-LENGTHS = workload.Sizes(prompt_tokens=64, answer_tokens=16, context_tokens=256, vocab_size=300)
-
-
-def test_lengths_are_around_the_medians_and_fit_the_context():
-    lengths = workload.draw_lengths(LENGTHS, 2000, random.Random(0))
-    prompts, answers = zip(*lengths, strict=True)
-    assert statistics.median(prompts) == pytest.approx(64, rel=0.1)
-    assert statistics.median(answers) == pytest.approx(16, rel=0.1)
-    assert LENGTHS.within(1e9, 1e9) == (128, 128)
-    assert LENGTHS.within(0, 0) == (16, 4)
-    with pytest.raises(ConfigError, match="context of 40 tokens"):
-        workload.Sizes(prompt_tokens=8, answer_tokens=8, context_tokens=39, vocab_size=300)
-
-
-def test_arrivals_have_the_rate_and_the_same_seed_gives_the_same():
-    made = workload.poisson(LENGTHS, rate_per_s=50, duration_s=20, seed=3)
-    assert made == workload.poisson(LENGTHS, rate_per_s=50, duration_s=20, seed=3)
-    assert made != workload.poisson(LENGTHS, rate_per_s=50, duration_s=20, seed=4)
-    assert len(made) == pytest.approx(1000, rel=0.15)
-    times = [each.time_s for each in made]
-    assert times == sorted(times)
-    assert 0 <= times[0] <= times[-1] < 20
-    assert {each.app for each in made} == {*range(len(workload.APPS))} == {*range(len(SLOS))}
-    for each in made:
-        assert len(each.prompt) + each.answer_tokens <= 256
-        assert all(workload.FIRST_TOKEN <= token < 300 for token in each.prompt)
-
-
-def test_about_half_of_the_calls_send_a_conversation_again():
-    made = workload.back_to_back(LENGTHS, count=600, seed=0)
-    followed, last = 0, {}
-    for each in made:
-        before = last.get(each.app)
-        if before is not None and each.prompt[: len(before.prompt)] == before.prompt:
-            assert len(each.prompt) >= len(before.prompt) + before.answer_tokens + 16
-            followed += 1
-        last[each.app] = each
-    assert 0.2 < followed / len(made) < 0.55
+LENGTHS = servers.Sizes(prompt_tokens=64, answer_tokens=16, context_tokens=256, vocab_size=300)
 
 
 def test_traces_of_azure_and_mooncake_keep_their_bursts(tmp_path):
@@ -149,9 +84,9 @@ def test_traces_of_azure_and_mooncake_keep_their_bursts(tmp_path):
     lines = ["TIMESTAMP,ContextTokens,GeneratedTokens"]
     lines += [f"2023-11-16 18:15:{second:02}.0000000,{1000 + second},100" for second in (1, 2, 2, 2, 11)]
     path.write_text("\n".join(lines))
-    arrivals = workload.Arrivals.read(path)
+    arrivals = servers.Arrivals.read(path)
     assert arrivals.times_s == [0, 1, 1, 1, 10]
-    made, faster = workload.from_trace(LENGTHS, arrivals, rate_per_s=5, duration_s=1, seed=0)
+    made, faster = servers.from_trace(LENGTHS, arrivals, rate_per_s=5, duration_s=1, seed=0)
     assert faster == 10
     assert [each.time_s for each in made] == [0, 0.1, 0.1, 0.1, 1]
     # Their median becomes the one that was asked for.
@@ -160,25 +95,10 @@ def test_traces_of_azure_and_mooncake_keep_their_bursts(tmp_path):
     told = {"input_length": 50, "output_length": 5}
     requests = [{"timestamp": 1000 * at, "hash_ids": [0, at], **told} for at in (3, 1, 2)]
     path.write_text("\n".join(map(json.dumps, requests)))
-    assert workload.Arrivals.read(path).times_s == [1, 2, 3]
+    assert servers.Arrivals.read(path).times_s == [1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("trace.txt", "", "Azure's .csv or Mooncake's .jsonl"),
-        ("trace.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nnow,1,1", "line 2"),
-        ("trace.csv", "TIMESTAMP,ContextTokens,GeneratedTokens", "at least two"),
-        ("trace.jsonl", "{}", "line 1"),
-    ],
-)
-def test_other_traces_are_refused(tmp_path, name, text, message):
-    (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        workload.Arrivals.read(tmp_path / name)
-
-
-REQUEST = workload.Request(app=3, prompt=tuple(range(16, 116)), answer_tokens=11)
+REQUEST = servers.Request(app=3, prompt=tuple(range(16, 116)), answer_tokens=11)
 
 
 def outcome(due_s=1.0, *, first_s: float | None = 1.1, last_s=2.1, tokens=11, limits=(150.0, 100.0), **more):
@@ -196,11 +116,9 @@ def outcome(due_s=1.0, *, first_s: float | None = 1.1, last_s=2.1, tokens=11, li
         ({}, "answered", True),
         ({"limits": (99.0, 101.0)}, "answered", False),
         ({"limits": (101.0, 99.0)}, "answered", False),
-        ({"limits": (math.inf, math.inf), "last_s": 900.0}, "answered", True),
         # One token has no time per further one.
         ({"limits": (101.0, 1e-3), "tokens": 1, "last_s": 1.1}, "answered", True),
         ({"error": "queue", "status": 429, "first_s": None}, "refused", False),
-        ({"error": "loading", "status": 503, "first_s": None}, "refused", False),
         ({"error": NOT_ANSWERED, "status": 0, "first_s": None}, "failed", False),
         ({"error": "broken in the middle"}, "failed", False),
         ({"first_s": None, "last_s": None, "tokens": 0}, "failed", False),
@@ -221,12 +139,7 @@ def test_a_window_counts_what_was_due_in_it():
     found = figures([window])
     assert found["goodput_per_s", ""] == pytest.approx(1 / 5)
     assert found["requests_per_s", ""] == pytest.approx(2 / 5)
-    assert (
-        found["slo_met", ""]
-        == found["slo_met", "app <40,70>"]
-        == found["refused", ""]
-        == pytest.approx(1 / 3)
-    )
+    assert found["slo_met", ""] == found["slo_met", "app <40,70>"] == pytest.approx(1 / 3)
     # Half of the tokens of the first answer, and those of the second.
     assert found["decode_tokens_per_s", ""] == pytest.approx((5.5 + 11) / 5)
     assert found["ttft_ms", "percentile 50"] == pytest.approx((100 + 4000) / 2)
@@ -237,8 +150,6 @@ def test_a_window_counts_what_was_due_in_it():
     assert not {("level", ""), ("kept", "")} & set(peer)
     assert ("ttft_ms", "percentile 50") not in figures([Window(1.0, 6.0, [refused])])
     # Repeated loads are judged together.
-    again = figures([window, window])
-    assert all(again[name] == pytest.approx(found[name]) for name in found if "percentile" not in name[1])
     twice = figures([window, Window(1.0, 6.0, [refused])])
     assert twice["goodput_per_s", ""] == pytest.approx(1 / 10)
     assert twice["slo_met", ""] == pytest.approx(1 / 4)
@@ -250,8 +161,6 @@ def test_what_is_given_up_was_waited_for():
     begun = outcome(error=NOT_ANSWERED, status=200, first_s=3.0, last_s=4.0, ended_s=31.0)
     assert (slow.ttft_ms, begun.ttft_ms) == (pytest.approx(30_000), pytest.approx(2000))
     assert not slow.met
-    assert not begun.met
-    assert outcome(error="broken in the middle").ttft_ms == 0
     found = figures([Window(0.0, 6.0, [outcome(), begun, slow])])
     assert found["ttft_ms", "percentile 50"] == pytest.approx(2000)
     assert found["failed", ""] == pytest.approx(2 / 3)
@@ -277,20 +186,11 @@ def test_intervals_are_of_blocks_of_calls():
     assert said(some) == "95 % in [0.4, 0.4] of 50 calls"
     assert lead(every, some) == "ours paired 95 % in [2.50x, 2.50x]"
     assert lead(every, none) == "ours paired 95 % in [infx, infx]"
-    assert lead(none, none) == "ours paired 95 % in [1.00x, 1.00x]"
     # Blocks that differ make an interval around the share.
     half = windows(lambda number: number % (2 * BLOCK_CALLS) < BLOCK_CALLS)
     low, high = (float(each.strip("[],")) for each in (said(half) or "").split()[3:5])
     assert 0.1 < low < 0.5 < high < 0.9
-    assert said(windows(lambda _: True, count=20)) is None
     assert lead(windows(lambda _: True, count=20), none) is None
-
-
-def test_limits_are_shares_of_the_idle_whole_model():
-    reference = Reference((50, 150), (20.0, 40.0), 5.0)
-    assert reference.limits(REQUEST, 2.0) == pytest.approx((0.4 * 2 * 30, 0.7 * 2 * 5))
-    assert reference.answer_s(REQUEST) == pytest.approx(0.03 + 10 * 0.005)
-    assert "20.0 ms at 50" in reference.note
 
 
 def test_rows_and_figures(tmp_path):
@@ -312,20 +212,6 @@ def test_rows_and_figures(tmp_path):
     quicker = found["m, load 1, percentile 50", "jaxllm", "ttft_ms"]
     assert (quicker.value, quicker.ratio) == pytest.approx((100, 2.5))
     assert found["m, load 1, app <40,70>", "jaxllm", "slo_met"].value == 0.75
-    assert found["m, load 1", "jaxllm", "level"].ratio is None
-    # Intervals where there are enough calls.
-    many = [
-        Cell("m, load 1", system, windows(lambda number, every=every: number % every == 0))
-        for system, every in (("jaxllm", 1), ("jaxllm-no-planning", BLOCK_CALLS))
-    ]
-    notes = {
-        row.system: row.note for row in load_rows(many, objectives=True) if row.metric == "goodput_per_s"
-    }
-    assert notes == {
-        "jaxllm": "95 % in [1, 1] of 50 calls; runs 1 to 1",
-        "jaxllm-no-planning": "95 % in [0.2, 0.2] of 50 calls; ours paired 95 % in [5.00x, 5.00x]; "
-        "runs 0.2 to 0.2",
-    }
     clients = load_rows([Cell("m, 8 clients", "jaxllm", [Window(0.0, 2.0, [outcome()])])], objectives=False)
     assert not {"goodput_per_s", "slo_met"} & {row.metric for row in clients}
     (only,) = (row for row in clients if row.metric == "decode_tokens_per_s")
@@ -432,19 +318,16 @@ def test_each_is_sent_once_without_a_duration(server):
     # Over a connection of its own.
     assert len({each["jaxllm"]["port"] for each in found}) == 3
     # The memory of a server is seen from outside.
-    assert server.peak_bytes() > 1 << 20
-    assert 0 < server.share_bytes() <= server.peak_bytes()
+    assert memory_of(server.pid, "VmHWM") > 1 << 20
+    assert 0 < memory_of(server.pid, "Pss", "smaps_rollup") <= memory_of(server.pid, "VmHWM")
     with pytest.raises(PeerFailed, match="load generator failed: KeyError"):
         send({"requests": []})
 
 
-def test_a_server_that_ends_says_why():
+def test_a_server_that_ends_says_why_and_ends_the_load(binary):
     command = [sys.executable, "-m", "tests.benchmarks.fake_server", "--port", "0"]
     with pytest.raises(PeerFailed, match="server of mine exited with 1; it said last: no port"):
         servers.Server("mine", command, port=servers.free_port(), ready="/health", threads=1)
-
-
-def test_a_server_that_dies_ends_the_load(binary):
     with servers.Server("mine", [str(binary), "--port", str(port := servers.free_port())],
                 port=port, ready="/health", threads=1) as own:  # fmt: skip
         own._process.kill()
@@ -455,39 +338,13 @@ def test_a_server_that_dies_ends_the_load(binary):
 
 
 def test_systems_are_asked_in_their_own_words(given):
-    request = workload.Request(app=3, prompt=(20, 21), answer_tokens=5)
+    request = servers.Request(app=3, prompt=(20, 21), answer_tokens=5)
     message = servers.OurService().message(request, (100.0, 10.0), given)
     assert message["headers"] == {"Authorization": "Bearer key 3"}
     assert message["body"]["slo"] == {"ttft_ms": 100.0, "tpot_ms": 10.0}
     assert message["body"]["logit_bias"] == {"7": -100.0}
     assert "slo" not in servers.OurService().message(request, None, given)["body"]
-    # What asks for nothing is sent as it is written.
-    loose = servers.OurService().message(
-        dataclasses.replace(request, app=0), (float("inf"), float("inf")), given
-    )
-    assert loose["body"]["slo"] == "<100,100>"
     body = servers.LlamaServer(Path("llama-server")).message(request, None, given)["body"]
     assert (body["prompt"], body["samplers"], body["top_k"]) == ((20, 21), ["top_k"], 1)
     text = servers.LlamaServer().message(request, None, given)["body"]["prompt"]
     assert text == text_of_token(20) + text_of_token(21)
-    assert len(text) == 2
-
-
-def test_systems_that_run_here(monkeypatch, binary, tmp_path):
-    monkeypatch.setattr(servers, "missing", lambda binary: None if binary else "it is not installed")
-    names = ["jaxllm", *(f"jaxllm-{each}" for each in servers.ABLATIONS)]
-
-    def chosen(wanted=(), binary=None, cfg=TINY):
-        found, left_out = servers.systems_of(wanted, binary, 8, cfg)
-        return [each.name for each in found], left_out
-
-    assert chosen() == (names, ["without llama.cpp: it is not installed"])
-    assert chosen(binary=binary) == ([*names, "llama-server"], [])
-    assert chosen(("no-batching",)) == (["jaxllm", "jaxllm-no-batching"], [])
-    assert chosen(("none",)) == (["jaxllm"], [])
-    with pytest.raises(ConfigError, match="not installed"):
-        chosen((servers.LLAMA,))
-    with pytest.raises(ConfigError, match="no such file"):
-        chosen(binary=tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="GGUF"):
-        chosen(binary=binary, cfg=dataclasses.replace(TINY, activation="gelu"))

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-from functools import partial
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -13,21 +12,19 @@ from benchmarks.harness.bench import Run
 from benchmarks.harness.machine import DEVICES
 from benchmarks.harness.report import OURS
 from benchmarks.peers import DRAFTED, PEERS
-from benchmarks.speculation import memory, run
+from benchmarks.speculation import run
 from benchmarks.speculation.answers import (
     agreement,
-    fastest,
     quality_rows,
     ratio_interval,
     read_prompts,
-    rouge_l,
     spec_bench,
     spent,
     time_rows,
     token_ms,
     tuned,
 )
-from benchmarks.speculation.in_memory import (
+from benchmarks.speculation.run import (
     LLAMA,
     LLAMA_DRAFTED,
     NESTED,
@@ -124,72 +121,6 @@ def test_big_little_keeps_what_the_large_model_does_not_find_too_unlikely(settin
     engine.close()
 
 
-@pytest.mark.slow
-def test_systems_answer_sources_as_the_target_in_memory(tmp_path):
-    small = dataclasses.replace(tiny_encdec.ENCODER, layers=1, attention_windows=(0,))
-    draft = dataclasses.replace(small, encoder=small, window_tokens=64)
-    deep = dataclasses.replace(tiny_encdec.ENCODER, layers=4, attention_windows=(0,) * 4)
-    target = dataclasses.replace(deep, encoder=deep, window_tokens=64)
-    for name, cfg in (("target", target), ("draft", draft)):
-        tiny_encdec.write_bundle(tmp_path / f"{name}.jaxllm", "int8", cfg=cfg)
-    (tmp_path / "pairs.txt").write_text("the hello\tder Gruß\nhello there\n", encoding="utf-8")
-    whole = Engine.open(tmp_path / "target.jaxllm", options=EngineOptions(context_tokens=64))
-    prompts = read_prompts(
-        None, whole.tokenizer, count=4, most_tokens=40, seed=0, file=tmp_path / "pairs.txt"
-    )
-    assert sorted(prompts["sources"]) == sorted(
-        whole.tokenizer.encode(each) for each in ("the hello", "hello there")
-    )
-    setting = Setting(
-        model=tmp_path / "target.jaxllm", draft=tmp_path / "draft.jaxllm", narrow={},
-        weights_bytes=int(0.9 * whole.model.bundle.weight_bytes), context_tokens=64,
-        storage=DEVICES["eufs"].storage,
-    )  # fmt: skip
-    opened = {"Std": partial(plain, read_ahead=False), "StdPL": plain, "SP": partial(fixed_lines, length=2)}
-    expected = [whole.generate(each, CONFIG).tokens for each in prompts["sources"]]
-    for name, of in {OURS: drafted, **opened}.items():
-        engine = of(setting)
-        assert engine.model.streamed is not None, name
-        assert [engine.generate(each, CONFIG).tokens for each in prompts["sources"]] == expected, name
-        engine.close()
-
-
-def test_every_system_has_a_name():
-    names = [*systems(), *tuned_systems()]
-    assert names[0] == OURS
-    baselines = {"Std", "StdPL", "SP", "BLD", "STI"}
-    assert baselines < set(names)
-    none = {"baselines": False, "ablations": False, "presets": ("ours",)}
-    assert [*systems(**none), *tuned_systems(**none)] == [OURS]
-    assert not {*systems(baselines=False), *tuned_systems(baselines=False)} & baselines
-    # Of LLMCad's three techniques each is left out once.
-    left_out = {name.removeprefix(f"{PUBLISHED}-") for name in names if name.startswith(f"{PUBLISHED}-")}
-    assert left_out == {"no-tree", "no-fallback", "no-pipeline"}
-    only = {"presets": ("published",)}
-    assert not [name for name in (*systems(**only), *tuned_systems(**only)) if name.startswith(f"{OURS}-")]
-
-
-def test_prompts_are_held_out_and_fit(tmp_path):
-    story = "Once there was a dog. " + "It ran far and was glad. " * 12
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "tinystories_valid.txt").write_text("\n<|endoftext|>\n".join([story] * 6))
-    (tmp_path / "tasks" / "compression").mkdir(parents=True)
-    lines = [json.dumps({"text": f"the {n} dogs ran home", "summaries": ["dogs ran"]}) for n in range(100)]
-    for name in ("google", "broadcast", "gigaword"):
-        (tmp_path / "tasks" / "compression" / f"{name}.jsonl").write_text("\n".join(lines))
-    (tmp_path / "tasks" / "samsum").mkdir()
-    chat = json.dumps({"dialogue": "Ann: hi\nBob: hello", "summary": "They greet."})
-    (tmp_path / "tasks" / "samsum" / "valid.jsonl").write_text("\n".join([chat] * 6))
-    tokenizer = Tokenizer(tiny_tokenizer())
-    found = read_prompts(tmp_path, tokenizer, count=3, most_tokens=120, seed=0)
-    assert list(found) == ["story", "told", "shorten", "chat summary"]
-    assert all(0 < len(each) <= 120 for prompts in found.values() for each in prompts)
-    assert len(found["story"]) == len(found["shorten"]) == 3
-    assert found == read_prompts(tmp_path, tokenizer, count=3, most_tokens=120, seed=0)
-    with pytest.raises(ConfigError, match=r"tinystories_valid\.txt: cannot be read"):
-        read_prompts(tmp_path / "nowhere", tokenizer, count=1, most_tokens=99, seed=0)
-
-
 LINES = [
     {"question_id": 1, "category": "writing", "turns": ["Write a poem.", "Now another."]},
     {"question_id": 2, "category": "qa", "turns": ["Who wrote it?"]},
@@ -205,24 +136,16 @@ def test_prompts_of_spec_bench_are_asked_by_category(tmp_path):
     assert [each.user for each in found["multi-turn conversation"]] == ["Write a poem.", "Sort a list."]
     assert [len(each) for each in found.values()] == [2, 0, 0, 1, 0, 1]
     tokenizer = Tokenizer(tiny_tokenizer())
+    samples = read_prompts(None, tokenizer, count=3, most_tokens=120, seed=0)
+    assert samples == read_prompts(None, tokenizer, count=3, most_tokens=120, seed=0)
+    assert all(0 < len(each) <= 120 for prompts in samples.values() for each in prompts)
     # What is too long, and categories without prompts, are left out.
     asked = read_prompts(None, tokenizer, count=5, most_tokens=100, seed=0, file=file)
     assert {task: len(each) for task, each in asked.items()} == {"multi-turn conversation": 2, "qa": 1}
-    with pytest.raises(ConfigError, match="has at most 1 tokens"):
-        read_prompts(None, tokenizer, count=5, most_tokens=1, seed=0, file=file)
-    for line in ("{", "[]", json.dumps({"category": "qa", "turns": []}), json.dumps({"turns": ["a"]})):
+    for line in ("{", json.dumps({"category": "qa", "turns": []})):
         file.write_text(f"{json.dumps(LINES[0])}\n{line}\n")
         with pytest.raises(ConfigError, match="line 2: is no prompt of Spec-Bench"):
             spec_bench(file)
-
-
-def test_the_real_spec_bench_is_read(data_dir):
-    file = data_dir / "prompts" / "spec_bench.jsonl"
-    if not file.is_file():
-        pytest.skip("Spec-Bench is not here")
-    assert {task: len(each) for task, each in spec_bench(file).items()} == dict.fromkeys(
-        ("multi-turn conversation", "translation", "summarization", "qa", "math_reasoning", "rag"), 80
-    )
 
 
 @pytest.mark.slow
@@ -253,16 +176,16 @@ def test_a_run_has_rows_of_every_system(setting, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_memory_is_measured_in_a_process_of_its_own(setting, monkeypatch):
-    monkeypatch.setattr(memory, "_BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(run, "_BLOCK_BYTES", 1 << 16)
     budget = _options(setting, setting.model).memory_bytes
-    rows = memory.memory_rows(setting.model, [budget])
+    rows = run.memory_rows(setting.model, [budget])
     values = {row.metric: row for row in rows}
     assert all("context of 128 tokens" in row.case for row in rows)
     assert set(values) == {"peak_memory_bytes", "tpot_ms", "bandwidth_share"}
     assert values["peak_memory_bytes"].baseline == "budget"
     assert np.isfinite([row.value for row in rows]).all()
     with pytest.raises(ConfigError, match="all of the model fits"):
-        memory.memory_rows(setting.model, [1 << 30])
+        run.memory_rows(setting.model, [1 << 30])
 
 
 PROMPTS = {"chat": [[1, 2], [3, 4]], "summary": [[5, 6]]}
@@ -332,10 +255,8 @@ def logits(cfg, params):
     [
         {},
         # Every head has keys of its own.
-        {"heads": 4, "kv_heads": 4},
-        {"heads": 6, "kv_heads": 2},
-        {"qkv_bias": True, "o_bias": True, "ffn_bias": True, "gated_ffn": False},
-        {"qk_norm": True, "post_norms": True},
+        {"heads": 4, "kv_heads": 4, "qk_norm": True, "post_norms": True},
+        {"heads": 6, "kv_heads": 2, "qkv_bias": True, "o_bias": True, "ffn_bias": True, "gated_ffn": False},
     ],
 )
 def test_a_grown_model_says_the_same(change):
@@ -407,13 +328,6 @@ def test_intervals_are_paired():
     assert interval(both, other) == pytest.approx((2, 2))
 
 
-def test_rouge_is_of_the_targets_own_answers():
-    target = {"a": [said([], 0, 0, "the cat sat on a mat"), said([], 0, 0, "")]}
-    ours = {"a": [said([], 0, 0, "the cat sat"), said([], 0, 0, "")]}
-    # Three words of three, and three of six; an empty answer to an empty one is right.
-    assert rouge_l(ours, target) == pytest.approx([2 * 1 * 0.5 / 1.5, 1])
-
-
 def test_rows_compare_ours_and_what_is_published():
     names = ("jaxllm", "LLMCad", "StdPL", "BLD", "LLMCad-no-tree")
     answers = {name: took(ms, ms) for name, ms in zip(names, (10, 20, 40, 30, 50), strict=True)}
@@ -429,9 +343,6 @@ def test_rows_compare_ours_and_what_is_published():
     }
     assert whole["jaxllm", "StdPL"].note == "paired 95 % in [4.00x, 4.00x] of 2 prompts; so"
     assert whole["StdPL", None].note == "so"
-    # One prompt says nothing of others.
-    alone = {name: {"a": each["a"][:1]} for name, each in answers.items()}
-    assert {row.note for row in time_rows("case", alone, dict.fromkeys(names, "so"))} == {None, "so"}
     quality = {(r.system, r.baseline): r.value for r in quality_rows("case", answers)}
     assert quality == {("jaxllm", "BLD"): 1, ("BLD", None): 0}
     assert quality_rows("case", {name: answers[name] for name in ("jaxllm", "StdPL")}) == []
@@ -468,11 +379,6 @@ def test_tuning_opens_all_and_keeps_one():
     assert [each.asked for each in made.values()] == [2, 2, 2]
     engine, how = tuned("BLD", candidates, None, target, {}, config)  # pyright: ignore
     assert (engine, how) == (made["right"], "right, not tuned")
-    # The fastest of the accurate ones is taken.
-    times = {"a": 1.0, "b": 2.0, "c": 3.0}
-    assert fastest(times, dict.fromkeys(times, 1.0)) == "a"
-    assert fastest(times, {"a": 0.5, "b": 0.92, "c": 0.96}) == "b"
-    assert fastest(times, {"a": 0.5, "b": 0.6, "c": 0.96}) == "c"
 
 
 SHARDED = dataclasses.replace(TINY, layers=2, attention_windows=())
@@ -481,15 +387,10 @@ TEXTS = [list(range(5, 45)), list(range(60, 80))]
 
 def test_what_is_left_goes_to_the_important_shards():
     sizes, importance = {"a": 100, "b": 100, "c": 50, "d": 50}, {"a": 0.1, "b": 0.4, "c": 0.3, "d": 0.2}
-    assert plan_widths(importance, sizes, 4) == dict.fromkeys(sizes, 4)
     # 300 bits are left above 4 each: none is enough for `b`, which is most important; `c` takes 200 of them.
     assert plan_widths(importance, sizes, 5) == {"a": 4, "b": 4, "c": 8, "d": 4}
-    # 600 above 4: 400 for `b`, 200 for `c`.
-    assert plan_widths(importance, sizes, 6) == {"a": 4, "b": 8, "c": 8, "d": 4}
     # 300 above 2: 200 for `b` at 4, and 100 for `c`.
     assert plan_widths(importance, sizes, 3) == {"a": 2, "b": 4, "c": 4, "d": 2}
-    with pytest.raises(ConfigError, match="2 bits at least"):
-        plan_widths(importance, sizes, 1.5)
 
 
 def test_a_shard_that_does_nothing_is_unimportant():
@@ -504,8 +405,6 @@ def test_a_shard_that_does_nothing_is_unimportant():
     assert found["layers.1.ffn"] == pytest.approx(0, abs=1e-6)
     wider = shard_importance(SHARDED, params, TEXTS, 8)
     assert all(found[each] > 10 * abs(wider[each]) > 0 for each in found if each != "layers.1.ffn")
-    with pytest.raises(ConfigError, match="there are none"):
-        shard_importance(SHARDED, params, [[]], 2)
 
 
 @pytest.mark.slow
@@ -529,16 +428,3 @@ def test_bundles_of_mixed_widths_answer(tmp_path, monkeypatch):
     times = [path.stat().st_mtime_ns for path in made.values()]
     assert narrow_bundles(tmp_path / "target.jaxllm", (3.0, 6.0), TEXTS) == made
     assert [path.stat().st_mtime_ns for path in made.values()] == times
-
-
-def test_shards_of_nested_weights_are_those_of_their_8_bits(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
-    sizes = {}
-    for weights in ("int8", "int8-nested"):
-        path = tmp_path / f"{weights}.jaxllm"
-        write_tiny_bundle(path, weights, cfg=SHARDED, params=tiny_params(SHARDED))
-        with Bundle.open(narrow_bundles(path, (4.0,), TEXTS)[4.0]) as narrowed:
-            tensors = narrowed.layout.tensors
-            assert {tensors[name].bits for names in shards_of(SHARDED).values() for name in names} == {4}
-            sizes[weights] = narrowed.weight_bytes
-    assert sizes["int8-nested"] == sizes["int8"]

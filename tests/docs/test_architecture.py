@@ -5,11 +5,9 @@ from collections import Counter
 import pytest
 
 from tests.docs.house import (
-    Room,
     circles,
     import_graph,
     import_order,
-    imports,
     module_files,
     package_of,
     real_rooms,
@@ -56,22 +54,3 @@ def test_no_module_imports_itself_by_a_circle() -> None:
     assert circles(GRAPH) == []
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"e"}, "f": {"a"}}
     assert circles(graph) == [["a", "b", "c"], ["e"]]
-
-
-def test_imports_and_modules_are_read() -> None:
-    known, engine = ["jaxllm.serving", "jaxllm.serving.engine"], ["jaxllm.serving.engine"]
-    for source, imported in {
-        "import jaxllm.serving.engine": engine,
-        "def f():\n    from jaxllm.serving import engine": engine,
-        "from .engine import Engine": engine,
-        "if TYPE_CHECKING:\n    import jaxllm.serving.engine": engine,
-        "import os, numpy": [],
-    }.items():
-        assert [*imports(source, "jaxllm.serving.service", False, known)] == imported
-    for module, package, room in (
-        ("jaxllm.serving.engine", "serving", "engine"),
-        ("jaxllm.kv.cache", "jaxllm", "kv"),
-        ("jaxllm.cli.main", "cli", "main"),
-    ):
-        assert (package_of(module), room_of(module)) == (package, room)
-    assert Room("models/encoder", True) in stated_rooms("jaxllm")

@@ -24,11 +24,3 @@ def test_rooms_refuse_by_name():
         with pytest.raises(ConfigError) as caught:
             require_room(cfg, room)
         assert str(caught.value) == reason
-
-
-def test_integer_prefill_asks():
-    with pytest.raises(ConfigError, match="side by side"):
-        require_room(default_config("phi"), "integer prefill")
-    with pytest.raises(ConfigError, match="without a norm"):
-        require_room(default_config("olmo2"), "integer prefill")
-    require_room(default_config("smollm3"), "integer prefill")

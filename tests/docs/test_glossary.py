@@ -80,21 +80,3 @@ def all_counts() -> Counter[str]:
 @pytest.mark.slow
 def test_unused_words_become_fewer() -> None:
     assert {word: number for word, number in all_counts().items() if number > COUNTS.get(word, 0)} == {}
-
-
-def test_each_word_stands_once() -> None:
-    terms, _, _ = text_of(PAGE).partition("## Shapes")
-    words = [row["word"] for row in _ROWS.finditer(terms) if row["word"] not in ("word", "---")]
-    assert len(words) > 70
-    assert [word for word, number in Counter(words).items() if number > 1] == []
-    assert not {unused.word for unused in unused_words()} & set(words)
-
-
-def test_words_are_counted_in_names_too_and_folders_have_their_own_meaning() -> None:
-    for source, number in {
-        "held = 1": 1, "class HeldFile: held_bytes": 2, "# held out, held-out": 0, "withheld upheld": 0,
-    }.items():  # fmt: skip
-        assert count(source, Unused("held", (), ("held out", "held-out"))) == number
-    signature = next(unused for unused in unused_words() if unused.word == "signature")
-    assert "export/" in signature.folders
-    assert all((ROOT / folder).exists() for folder in signature.folders)

@@ -1,6 +1,9 @@
-"""Links between pages, and to files of the repository, lead somewhere."""
+"""Links between pages, and to files of the repository, lead somewhere; the site is built strictly."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,3 +56,19 @@ def test_links_lead_somewhere(page: str) -> None:
     if page != "CHANGELOG.md":
         named = [path for path in _PATH.findall(prose_of(page)) if "NAME" not in path]
         assert not [path for path in named if not (ROOT / path).exists()]
+
+
+@pytest.mark.slow
+def test_the_site_is_built(tmp_path: Path) -> None:
+    for package in ("mkdocs", "material", "mkdocstrings", "mkdocs_click"):
+        pytest.importorskip(package)
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    settings = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    built = subprocess.run(command, cwd=ROOT, env=settings, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr[-4000:]
+    for page in ("index.html", "cli.html", "api/public.html", "source/serving/engine/decoding.py.html"):
+        assert (tmp_path / "site" / page).exists(), page
+    # Nothing is fetched from elsewhere where a page is read.
+    page = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    assert "https://fonts." not in page
+    assert "cdn." not in page

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from benchmarks.export.formats import quantize_folder
+from benchmarks.export.run import quantize_folder
 from benchmarks.harness.children import Export
 from jaxllm.errors import ConfigError, JaxllmError, ProgramError
 from jaxllm.export.folder_format.manifest import Manifest, StoredFile

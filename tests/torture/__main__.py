@@ -68,7 +68,7 @@ def _run(folder, amounts, seed, lanes, kinds, console):
     from tests.torture.kills import harm_calls, kill
     from tests.torture.kinds import KINDS
     from tests.torture.mutations import mutate, replay_regressions
-    from tests.torture.outcome import Tally
+    from tests.torture.process import Tally
     from tests.torture.victims import make_victims
 
     chosen = [kind for kind in KINDS if not kinds or kind.name in kinds]
@@ -89,7 +89,7 @@ def _run(folder, amounts, seed, lanes, kinds, console):
             case "kills":
                 kill(victims, scratch, tally, kills=amount, seed=seed)
             case "grammars":
-                console.print(send_grammars(None, tally, cases=amount, seed=seed, lanes=lanes).report())
+                send_grammars(None, tally, cases=amount, seed=seed, lanes=lanes)
             case _:
                 harm_calls(name, tally, amount)
     return tally

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from jaxllm.bundle import Bundle
 from jaxllm.errors import JaxllmError
-from tests.torture.outcome import Outcome, Tally
-from tests.torture.process import ROOT
+from tests.torture.process import ROOT, Outcome, Tally
 
 _PREPARE = """
 import sys

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from tests.torture.edits import Edit, apply_edits, draw_edits
 from tests.torture.kinds import KINDS, Kind
-from tests.torture.outcome import FAULTS, Case, Outcome, Tally
-from tests.torture.process import Victim
+from tests.torture.process import FAULTS, Case, Outcome, Tally, Victim
 
 REGRESSIONS = Path(__file__).parent / "regressions"
 

@@ -16,7 +16,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.export.programs.model import open_program
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
-from tests.torture.outcome import Case
+from tests.torture.process import Case
 from tests.torture.victims import CONTEXT_TOKENS, FACTS, PROMPT, WITHOUT_FILES
 
 _CONFIG = GenerationConfig(max_tokens=3, ignore_eos=True)

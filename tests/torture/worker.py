@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.torture.outcome import Case
+from tests.torture.process import Case
 
 # Above what JAX reserves without using it; an allocation that a file asks for beyond it fails.
 _MOST_ADDRESSES_BYTES = 16 << 30
