@@ -9,7 +9,7 @@ import click
 _NUMBER = r"(\d+(?:\.\d*)?|\.\d+)"
 
 
-class _Type(click.ParamType):
+class _Type(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]: generic in stubs alone
     """A type whose placeholder in help texts is fixed."""
 
     metavar: str

@@ -9,6 +9,7 @@ import mmap
 import struct
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -78,7 +79,7 @@ def read_weights(path: Path, *, model: str) -> dict[str, np.ndarray]:
     return arrays
 
 
-def _array(body: memoryview, entry: dict) -> np.ndarray:
+def _array(body: memoryview, entry: dict[str, Any]) -> np.ndarray:
     start, end = entry["data_offsets"]
     if not 0 <= start <= end <= len(body):
         raise ValueError("an array beyond the file's end")

@@ -220,11 +220,11 @@ def run_block(
     """
     step = _block_step(weights, inputs, options)
 
-    def more(carry):
+    def more(carry: Any) -> jax.Array:
         done, _, running = carry[:3]
         return running & (done < inputs["limit"][0])
 
-    def one(carry):
+    def one(carry: Any) -> Any:
         done, token, _, rows, counts, caches = carry
         logits, caches = step(caches, token, inputs[POSITIONS] + done)
         token = choose(logits, inputs, counts, done, by_loop)

@@ -269,11 +269,15 @@ def sum_visits(
     given: `[M, D]`. Native kernels add in the order of pairs, so that a token gets bit for bit what it gets
     alone; they have no gradient."""
 
-    def by_xla(visits, place, weights, residual) -> jax.Array:
+    def by_xla(
+        visits: jax.Array, place: jax.Array, weights: jax.Array, residual: jax.Array | None
+    ) -> jax.Array:
         out = jnp.einsum("mkd,mk->md", visits[place], weights.astype(visits.dtype))
         return out if residual is None else residual + out
 
-    def by_kernel(visits, place, weights, residual) -> jax.Array:
+    def by_kernel(
+        visits: jax.Array, place: jax.Array, weights: jax.Array, residual: jax.Array | None
+    ) -> jax.Array:
         wide = None if residual is None else residual.astype(jnp.float32)
         return native_products.sum_visits(visits, place, weights.astype(jnp.float32), wide)
 

@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -225,15 +226,15 @@ def growth(nats: float, exact: float) -> float:
 
 
 def _nats(
-    cfg: ModelConfig, rule_of: Callable[[Params, Sequence], Rule]
-) -> Callable[[Params, Sequence, Sequence[np.ndarray]], float]:
+    cfg: ModelConfig, rule_of: Callable[[Params, Sequence[Any]], Rule]
+) -> Callable[[Params, Sequence[Any], Sequence[np.ndarray]], float]:
     """A function that measures the nats per token of texts under a rule."""
 
     @jax.jit
-    def one(params: Params, known: Sequence, row: jax.Array) -> jax.Array:
+    def one(params: Params, known: Sequence[Any], row: jax.Array) -> jax.Array:
         return -jnp.sum(scores_by_rule(params, row[:-1], row[1:], rule_of(params, known), cfg=cfg))
 
-    def all_of(params: Params, known: Sequence, texts: Sequence[np.ndarray]) -> float:
+    def all_of(params: Params, known: Sequence[Any], texts: Sequence[np.ndarray]) -> float:
         total = sum(float(one(params, known, row)) for row in texts)
         if not math.isfinite(total):
             raise ConfigError("the model's loss on the calibration text is not finite; it is broken")

@@ -15,6 +15,7 @@ Steps, channels and layers are chosen by `calibration.py`.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,10 @@ class FloatRows:
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above at trace time."""
         axes.check(jnp.int32, "D", place=self.place)
+
+
+# Keyword arguments of products.
+_How = dict[str, Any]
 
 
 def excess(x: jax.Array, step: jax.Array) -> jax.Array:
@@ -189,13 +194,17 @@ def normed_to_units(
     """Products `[..., *U]` of `norm(x)` `[..., D]` with each weight `[*U, D]`, and the number of the D
     channels with outliers, `[1]` int32."""
 
-    def apart(x, norm, weights, step, rows, how) -> tuple[list[jax.Array], jax.Array]:
+    def apart(
+        x: jax.Array, norm: Norm, weights: Sequence[Weight], step: jax.Array, rows: FloatRows, how: _How
+    ) -> tuple[list[jax.Array], jax.Array]:
         outs = linear.normed_to_units(x, norm, weights, [None] * len(weights), step=step, **how)
         shadows, count = added_by_shadow(normalize(x, norm), step, weights, rows, last=True)
         sums = [out + shadow.astype(out.dtype) for out, shadow in zip(outs, shadows, strict=True)]
         return sums, count[None]
 
-    def fused(x, norm, weights, step, rows, how) -> tuple[list[jax.Array], jax.Array]:
+    def fused(
+        x: jax.Array, norm: Norm, weights: Any, step: jax.Array, rows: FloatRows, how: _How
+    ) -> tuple[list[jax.Array], jax.Array]:
         how = {"norm_scale": norm.scale, "norm_eps": norm.eps, **how}
         flat = x.reshape(-1, x.shape[-1])
         *products, count = native_products.to_units(
@@ -225,13 +234,17 @@ def from_units(
     number of inputs with outliers, `[1]` int32."""
     batch = h.shape[: h.ndim + 1 - len(weight.shape)]
 
-    def apart(h, weight, residual, step, rows, how) -> tuple[jax.Array, jax.Array]:
+    def apart(
+        h: jax.Array, weight: Weight, residual: jax.Array | None, step: jax.Array, rows: FloatRows, how: _How
+    ) -> tuple[jax.Array, jax.Array]:
         out, used = linear.from_units(h, weight, residual=residual, step=step, **how), how["used"]
         seen = h if used is None else used.only(h, len(batch))
         (shadow,), count = added_by_shadow(seen.reshape(*batch, -1), step, [weight], rows, last=False)
         return out + shadow.astype(out.dtype), count[None]
 
-    def fused(h, weight, residual, step, rows, how) -> tuple[jax.Array, jax.Array]:
+    def fused(
+        h: jax.Array, weight: Any, residual: jax.Array | None, step: jax.Array, rows: FloatRows, how: _How
+    ) -> tuple[jax.Array, jax.Array]:
         width = weight.shape[-1]
         add = None if residual is None else residual.reshape(-1, width).astype(h.dtype)
         flat = h.reshape(-1, int(rows.place.shape[0]))
@@ -259,7 +272,14 @@ def feed_forward(
     """`linear.feed_forward` of `x` `[..., D]`, and the numbers of the D channels and of the F units with
     outliers, `[2]` int32; steps and rows are pairs, for both."""
 
-    def apart(x, norm, weights, steps, rows, how) -> tuple[jax.Array, jax.Array]:
+    def apart(
+        x: jax.Array,
+        norm: Norm,
+        weights: FeedForward,
+        steps: Steps,
+        rows: tuple[FloatRows, FloatRows],
+        how: _How,
+    ) -> tuple[jax.Array, jax.Array]:
         gate = [] if weights.gate is None else [(weights.gate, weights.gate_bias)]
         first, biases = zip(*gate, (weights.up, weights.up_bias), strict=True)
         products, outer = normed_to_units(x, norm, first, biases, steps[0], rows[0], **how)
@@ -269,7 +289,14 @@ def feed_forward(
         out, inner = from_units(hidden, *down, steps[1], rows[1], residual=residual, **how)
         return out, jnp.concatenate([outer, inner])
 
-    def fused(x, norm, weights, steps, rows, how) -> tuple[jax.Array, jax.Array]:
+    def fused(
+        x: jax.Array,
+        norm: Norm,
+        weights: Any,
+        steps: Steps,
+        rows: tuple[FloatRows, FloatRows],
+        how: _How,
+    ) -> tuple[jax.Array, jax.Array]:
         out, counts = native_products.feed_forward_with_shadow(
             x.reshape(-1, x.shape[-1]),
             weights.gate,

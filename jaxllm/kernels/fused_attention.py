@@ -73,28 +73,33 @@ def document_attention(
     return _forward(q, k, v, starts, scale, elsewhere)[0]
 
 
-def _forward(q, k, v, starts, scale, elsewhere):
-    def by_kernel(q, k, v, starts):
-        return native_attention.document_attention(q, k, v, starts, scale=scale)
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, scale: float, elsewhere: Elsewhere
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    def by_kernel(*given: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return native_attention.document_attention(*given, scale=scale)
 
-    def by_other(q, k, v, starts):
-        return elsewhere(q, k, v, starts), jnp.zeros(q.shape[:-1], jnp.float32)
+    def by_other(q: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return elsewhere(q, *rest), jnp.zeros(q.shape[:-1], jnp.float32)
 
-    def compute(*args):
+    def compute(*args: jax.Array) -> Any:
         return jax.lax.platform_dependent(*args, cpu=by_kernel, default=by_other)
 
     out, lse = on_shards(compute, (q, k, v, starts), 2)
     return out, (q, k, v, starts, out, lse)
 
 
-def _backward(scale, elsewhere, kept, dout):
-    def by_kernel(q, k, v, starts, out, lse, dout):
-        return native_attention.document_attention_gradients(q, k, v, starts, out, lse, dout, scale=scale)
+def _backward(
+    scale: float, elsewhere: Elsewhere, kept: tuple[jax.Array, ...], dout: jax.Array
+) -> tuple[jax.Array | None, ...]:
+    def by_kernel(*given: jax.Array) -> tuple[jax.Array, ...]:
+        return native_attention.document_attention_gradients(*given, scale=scale)
 
-    def by_other(q, k, v, starts, out, lse, dout):
+    def by_other(*given: jax.Array) -> tuple[jax.Array, ...]:
+        q, k, v, starts, _, _, dout = given
         return jax.vjp(lambda q, k, v: elsewhere(q, k, v, starts), q, k, v)[1](dout)
 
-    def compute(*args):
+    def compute(*args: jax.Array) -> Any:
         return jax.lax.platform_dependent(*args, cpu=by_kernel, default=by_other)
 
     return (*on_shards(compute, (*kept, dout), 3), None)

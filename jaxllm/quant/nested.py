@@ -11,7 +11,7 @@ minimizes the squared error of the high plane plus `_BOTH` times that of both pl
 
 import dataclasses
 import functools
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -218,7 +218,7 @@ def output_errors(
     return errors[0], errors[1]
 
 
-def _high(levels):
+def _high(levels: Any) -> Any:
     return (levels + 8) >> 4
 
 

@@ -121,10 +121,10 @@ def decode_rows(
     stop_ids, most = jnp.asarray(limits.stop_ids), jnp.asarray(limits.tokens)
     units = None if limits.units is None else jnp.asarray(limits.units)
 
-    def more(carry):
+    def more(carry: Any) -> jax.Array:
         return jnp.any(carry[2])
 
-    def step(carry):
+    def step(carry: Any) -> Any:
         counts, tokens, running, rows, caches, samplers = carry
         found, caches = _row_logits(params, tokens, running, caches, units, cfg=cfg, dtype=dtype)
         drawn, states = [], []

@@ -1,7 +1,7 @@
 """Steps of a whole model: prefill of a chunk, decode of a block of tokens, scoring and embedding."""
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -137,11 +137,11 @@ def decode_tokens(
     rows = jnp.full((batch, block), -1, jnp.int32)
     running = jnp.ones(batch, jnp.bool_)
 
-    def more(carry):
+    def more(carry: Any) -> jax.Array:
         done, running = carry[0], carry[2]
         return (done < end.limit) & jnp.any(running)
 
-    def step(carry):
+    def step(carry: Any) -> Any:
         done, token, running, rows, cache, sampler = carry
         token, cache, sampler = decode_step(params, token, cache, sampler, cfg=cfg, dtype=dtype)
         rows = jax.lax.dynamic_update_slice_in_dim(rows, token[:, None], done, axis=1)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxllm.errors import ConfigError
 
@@ -30,7 +31,7 @@ def require_rouge() -> None:
 
 
 @functools.cache
-def _scorer() -> Callable:
+def _scorer() -> Callable[..., Any]:
     try:
         from rouge_score import rouge_scorer
     except ImportError as error:

@@ -63,7 +63,7 @@ class TextProcess:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._owner = 0
-        self._finalizer: weakref.finalize | None = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
 
     def ask(self, request: Mapping[str, Any], *, limit_s: float) -> Any:
         """The answer to a request.

@@ -380,8 +380,8 @@ class BucketTable:
         self.build_ms = 0.0
         self._models: dict[int, tuple[Any, BucketStore | None]] = {WHOLE: (model, store)}
         self._compiled: dict[Bucket, Any] = {}
-        self._pending: dict[Bucket, concurrent.futures.Future] = {}
-        self._ahead: dict[Bucket, concurrent.futures.Future] = {}
+        self._pending: dict[Bucket, concurrent.futures.Future[Any]] = {}
+        self._ahead: dict[Bucket, concurrent.futures.Future[Any]] = {}
         self._guards: list[Callable[[], None]] = []
 
     def add_level(self, level: int, model: Any, store: BucketStore | None = None) -> None:

@@ -512,7 +512,7 @@ def _head(path: Path, size: int) -> bytes | None:
         return file.read(size)
 
 
-def _entries(folder: Path) -> list[os.DirEntry]:
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as found:
         return sorted(found, key=lambda each: each.name)
 

@@ -55,7 +55,13 @@ class Model(Protocol):
     def close(self) -> None: ...  # noqa: D102
 
 
-AnyModel = TypeVar("AnyModel", bound=Model)
+if TYPE_CHECKING:
+    import typing_extensions
+
+    # `Engine` alone is one of any model.
+    AnyModel = typing_extensions.TypeVar("AnyModel", bound=Model, default=Any)
+else:
+    AnyModel = TypeVar("AnyModel", bound=Model)
 ImagePrompt = tuple[list[int], "PromptRows | None"]
 
 

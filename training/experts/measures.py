@@ -241,7 +241,7 @@ class PairPerplexity(Measure):
         self._batches = list(rows.held_out())
         self.tokens = int(sum(batch.weights.sum() for batch in self._batches))
 
-        def nats(params: Params, batch: PairBatch) -> jax.Array:
+        def nats(params: Any, batch: PairBatch) -> jax.Array:
             logits, _ = target_logits(params, batch, cfg=cfg)
             return jnp.sum(cross_entropy(logits, batch.targets) * batch.weights)
 

@@ -177,7 +177,11 @@ def read_tokenizer_file(path: Path) -> tokenizers.Tokenizer:
 
 
 def export_best_of(
-    run_dir: Path, kind: type[Settings], job_of: Callable[[Settings], Job], write: Write, out: Path | None
+    run_dir: Path,
+    kind: type[Settings],
+    job_of: Callable[[Settings], Job],
+    write: Write[Settings],
+    out: Path | None,
 ) -> Path:
     """Writes the checkpoint with the lowest held-out loss so far as a folder; also while another process
     continues the run.

@@ -100,7 +100,9 @@ async def generate(state: ApiState, request: ApiRequest) -> Any:
                 raise ApiError(f"{name} needs a chat template, which a raw prompt does not use", param=name)
         return await _answer(state, request, body, body.prompt, ToolUse())
     turns = [("system", body.system), ("user", body.prompt)]
-    messages = [{"role": role, "content": text} for role, text in turns if text is not None]
+    messages: list[dict[str, Any]] = [
+        {"role": role, "content": text} for role, text in turns if text is not None
+    ]
     if body.images:
         messages[-1]["content"] = _with_images(body.prompt, body.images, "images")
     conversation = await state.conversation(request.app, messages_of(messages, "prompt"))

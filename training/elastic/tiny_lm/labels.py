@@ -21,6 +21,7 @@ import hashlib
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -224,7 +225,7 @@ def _dispatcher(model: ElasticModel, level: int) -> Callable[[Packed], np.ndarra
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "scaling"))
-def _scores(params, adapter, *inputs, cfg: ModelConfig, scaling: float) -> jax.Array:
+def _scores(params: Params, adapter: Any, *inputs: Any, cfg: ModelConfig, scaling: float) -> jax.Array:
     whole = adapt(sub_model(params, cfg), adapter, scaling)
     return score_branches(whole, *inputs, cfg=cfg, dtype=jnp.dtype(jnp.float32))
 
