@@ -62,7 +62,7 @@ MUTATIONS = (
         "before = row <= self.rows[:, None]", "before = row < self.rows[:, None]", "tests/kv/test_cache.py",
     ),
     _mutation(
-        "codecs: the second plane of packed bits is shifted by a bit less", "jaxllm/contexts/coded.py",
+        "codecs: the second plane of packed bits is shifted by a bit less", "jaxllm/contexts/coding.py",
         "np.uint8(index * bits)", "np.uint8(index * bits - 1)", "tests/contexts/test_codecs.py",
     ),
     _mutation(

@@ -38,7 +38,7 @@ from jax.typing import DTypeLike
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig
 from jaxllm.contexts.codecs import AXES, Sharing
-from jaxllm.contexts.coded import quantized_part
+from jaxllm.contexts.coding import quantized_part
 from jaxllm.export.folder_format.parts import ADAPTER, INPUT_LEFT, INPUT_RIGHT, LEFT, RIGHT, AdapterInputs
 from jaxllm.export.folder_format.signature import (
     CHUNKS,

@@ -121,7 +121,7 @@ class Codec:
         # Imported here: devices that only run exported programs have no JAX.
         import jax.numpy as jnp
 
-        from jaxllm.contexts.coded import bytes_of, encode_part
+        from jaxllm.contexts.coding import bytes_of, encode_part
 
         _check_bits(bits)
         axes = Axes("encode", K=shape.heads, C=shape.tokens, H=shape.width)
@@ -142,7 +142,7 @@ class Codec:
         import jax
         import jax.numpy as jnp
 
-        from jaxllm.contexts.coded import decode_part
+        from jaxllm.contexts.coding import decode_part
 
         Axes("decode", bytes=self.blob_bytes(shape, bits)).check(np.uint8, "N bytes", blobs=blobs)
         if bits == RAW:
@@ -160,7 +160,7 @@ class Codec:
     def transformed(self, rows: "jax.Array") -> "jax.Array":
         """Keys or values in float32, Hadamard-transformed if `rotated`; the transform is its own inverse."""
         # Imported here: devices that only run exported programs have no JAX.
-        from jaxllm.contexts.coded import hadamard_transform
+        from jaxllm.contexts.coding import hadamard_transform
 
         wide = rows.astype(np.float32)
         return hadamard_transform(wide) if self.rotated else wide

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.contexts.codecs import CODECS, RAW, WIDTHS, ChunkShape, hadamard
-from jaxllm.contexts.coded import hadamard_transform
+from jaxllm.contexts.coding import hadamard_transform
 from tests.variants import every_variant, jitted
 
 SHAPE = ChunkShape(heads=2, tokens=16, width=8)
