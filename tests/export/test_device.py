@@ -31,8 +31,7 @@ from jaxllm.export.folder import write_loop
 from jaxllm.export.tflite import FILE, export_tflite
 
 CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
-# Above the weights, at the peak.
-MOST_BYTES = 120 << 20
+MOST_BYTES = 120 << 20  # Above the weights, at the peak.
 _DRAW = np.random.default_rng(3)
 PROMPTS = [_DRAW.integers(0, CFG.vocab_size, 1 + 2 * n).tolist() for n in range(20)]
 # What a device does, in an environment without JAX; prints one JSON object.

@@ -50,7 +50,6 @@ from tests.tiny import tiny_tokenizer
 ADAPTED = ExportPlan(
     context_tokens=CONTEXT, chunk_tokens=CHUNKS, cache_tokens=(), verify_tokens=(8,), levels=(40,)
 )
-NAMES = (None, "mail", "notes", "mail", None)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +82,7 @@ def answers(engine, level):
 
 def test_text_is_the_live_engines_with_each_adapter_and_none(adapted, wanted, compiles):
     with compiles() as count:
-        for name in NAMES:
+        for name in (None, "mail", "notes", "mail", None):
             adapted.set_adapter(name)
             for level in (40, WHOLE):
                 assert answers(adapted, level) == wanted[name][level], (name, level)

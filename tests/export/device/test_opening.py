@@ -91,8 +91,6 @@ def cache(tmp_path, monkeypatch):
 
 def test_a_call_takes_the_level_that_is_in_time(engine, profile):
     service = ProgramService(engine, profile)
-    whole, small = (service.profile.tpot(level, 20) for level in (100, 40))
-    assert whole >= small
     relaxed = service.call("one two", slo=Latency(ttft_ms=1e6, tpot_ms=1e6), max_tokens=3).result()
     assert (relaxed.plan.level, relaxed.plan.source, relaxed.met) == (100, "whole", True)
     hasty = service.call("one two", slo=Latency(ttft_ms=1e-6, tpot_ms=1e-6), max_tokens=3).result()
