@@ -135,12 +135,14 @@ class LoadedModel:
         """Levels with runners, in percent, ascending."""
         return tuple(sorted(self.runners.by_level))
 
-    @functools.cached_property
+    @property
     def images(self) -> "ImageEncoder | None":
         """The image encoder, made at the first use; None if the bundle has none."""
-        from jaxllm.serving.images.encoder import ImageEncoder
+        if not hasattr(self, "_images"):
+            from jaxllm.serving.images.encoder import ImageEncoder
 
-        return ImageEncoder.of(self.bundle, self.runners.buckets.store())
+            self._images = ImageEncoder.of(self.bundle, self.runners.buckets.store())
+        return self._images
 
     def runner(self, level: int) -> LevelRunner:
         """The runner of a level.
