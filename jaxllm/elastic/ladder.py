@@ -94,6 +94,7 @@ class Ladder:
             raise ConfigError(f"malformed levels: {error}") from error
 
 
+@functools.lru_cache(maxsize=1024)
 def sub_config(cfg: ModelConfig, ladder: Ladder, level: int) -> ModelConfig:
     """The sub-model of one of the ladder's levels, of the whole model `cfg`; for an encoder-decoder of both
     sides.
@@ -108,27 +109,19 @@ def sub_config(cfg: ModelConfig, ladder: Ladder, level: int) -> ModelConfig:
     if cfg.encoder is not None:
         encoder = sub_config(cfg.encoder, ladder.encoder or Ladder(levels=ladder.levels), level)
         cfg = dataclasses.replace(cfg, encoder=encoder)
-    if ladder.units and level != WHOLE:
-        return _of_units(cfg, ladder.units[ladder.levels.index(level)])
-    return _sub_config(cfg, ladder.anchors, level)
-
-
-@functools.lru_cache(maxsize=1024)
-def _of_units(cfg: ModelConfig, units: tuple[tuple[int, int], ...]) -> ModelConfig:
-    kept = tuple(LayerUnits(kv_heads=groups, neurons=neurons) for groups, neurons in units)
-    fits = len(kept) == cfg.layers and all(
-        own.kv_heads <= whole.kv_heads and own.neurons <= whole.neurons
-        for own, whole in zip(kept, map(cfg.units, range(cfg.layers)), strict=True)
-    )
-    if not fits:
-        raise ConfigError("the units of a level are more than the model has; the levels are another model's")
-    return dataclasses.replace(cfg, layer_units=kept)
-
-
-@functools.lru_cache(maxsize=1024)
-def _sub_config(cfg: ModelConfig, anchors: tuple[int, ...], level: int) -> ModelConfig:
     if level == WHOLE:
         return cfg
+    if ladder.units:
+        stored = ladder.units[ladder.levels.index(level)]
+        kept = [LayerUnits(kv_heads=groups, neurons=neurons) for groups, neurons in stored]
+        if len(kept) != cfg.layers or any(
+            own.kv_heads > whole.kv_heads or own.neurons > whole.neurons
+            for own, whole in zip(kept, map(cfg.units, range(cfg.layers)), strict=True)
+        ):
+            raise ConfigError(
+                "the units of a level are more than the model has; the levels are another model's"
+            )
+        return dataclasses.replace(cfg, layer_units=tuple(kept))
     costs = [unit_sizes(cfg, layer) for layer in range(cfg.layers)]
     budget = layer_parameters(cfg) * level / WHOLE
 
@@ -145,7 +138,8 @@ def _sub_config(cfg: ModelConfig, anchors: tuple[int, ...], level: int) -> Model
 
     def units(share: float, anchor_share: float) -> list[LayerUnits]:
         return [
-            layer_units(layer, anchor_share if layer in anchors else share) for layer in range(cfg.layers)
+            layer_units(layer, anchor_share if layer in ladder.anchors else share)
+            for layer in range(cfg.layers)
         ]
 
     def fits(kept: list[LayerUnits]) -> bool:

@@ -50,13 +50,14 @@ class PlannedCall(Lifecycle):
         tokenize_ms: float = 0.0,
         margin: SafetyMargin | None = None,
     ) -> None:
-        self.plan, self.objective, self.profile = plan, objective, profile
+        self.plan = self._plan = plan
+        self.objective, self.profile = objective, profile
         self.tokenize_ms, self.margin = tokenize_ms, margin
         self._saw_first = self._saw_further = False
 
     def cost(self, run: Run) -> Cost:
         """The cost of an answer so far, from the request on; its energy comes from the profile."""
-        timings, tokens, plan = run.timings, len(run.tokens), self.plan
+        timings, tokens, plan = run.timings, len(run.tokens), self._plan
         known, computed = self.profile.energy is not None, max(1, len(plan.kept) - plan.reused_tokens)
         return Cost(
             ttft_ms=self.tokenize_ms + plan.planning_ms + timings.ttft_ms,
@@ -67,12 +68,12 @@ class PlannedCall(Lifecycle):
 
     def met(self, run: Run) -> bool:
         """Whether an answer so far met its objective."""
-        return meets(self.objective, self.cost(run), self.plan.whole)
+        return meets(self.objective, self.cost(run), self._plan.whole)
 
     def stepped(self, run: Run) -> None:
         """Learns from the time to the first token."""
         if not self._saw_first and self.margin is not None:
-            self.margin.saw_first(self.plan.expected, self.cost(run))
+            self.margin.saw_first(self._plan.expected, self.cost(run))
         self._saw_first = True
 
     def finish(self, run: Run) -> None:
@@ -81,7 +82,7 @@ class PlannedCall(Lifecycle):
         whole = run.uninterrupted and run.finish_reason is not None
         if whole and not self._saw_further and self.margin is not None:
             self._saw_further = True
-            self.margin.saw_further(self.plan.expected, self.cost(run))
+            self.margin.saw_further(self._plan.expected, self.cost(run))
 
 
 class PlannedService:

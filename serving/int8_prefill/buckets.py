@@ -98,7 +98,8 @@ class IntegerStageBucket(Bucket):
             return None
         # XLA's own threads would use the other processor's cores.
         options = (("xla_cpu_multi_thread_eigen", False),) if self.own_cores else ()
-        return Placement(device_named(self.device), self.blocks, options)
+        platform, number = self.device.split(":")
+        return Placement(jax.devices(platform)[int(number)], self.blocks, options)
 
 
 def takes_addresses(stage: Stage, cfg: ModelConfig) -> bool:
@@ -137,11 +138,6 @@ def _of_stage(found: dict[str, Any], like: int, stage: Stage) -> dict[str, Any]:
     return {name: each for name, each in found.items() if name.startswith((*starts, prefix + PARAMETER))}
 
 
-def stage_bytes(params: Params, layer: int, stage: Stage) -> int:
-    """Size of the weights of a stage."""
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(stage_params(params, layer, layer, stage)))
-
-
 def without_blocks(weights: Any) -> Any:
     """Weights in rows instead of blocks, on the host: the format of processors without native kernels."""
 
@@ -154,12 +150,6 @@ def without_blocks(weights: Any) -> Any:
 def device_name(device: Device) -> str:
     """The name of a device in this process, "platform:index"."""
     return f"{device.platform}:{jax.devices(device.platform).index(device)}"
-
-
-def device_named(name: str) -> Device:
-    """The device of a `device_name`."""
-    platform, number = name.split(":")
-    return jax.devices(platform)[int(number)]
 
 
 def _operand_shapes(bucket: IntegerStageBucket, model: ModelShapes) -> tuple[Any, ...]:

@@ -22,6 +22,14 @@ from jaxllm.serving.host.machine import Device
 from jaxllm.serving.int8_prefill.processor_pair import ProcessorPair, halved_cores
 
 
+def _require_prepared() -> None:
+    if len(jax.devices("cpu")) < 2 or jax.config.read("jax_cpu_enable_async_dispatch"):
+        raise ConfigError(
+            "two processors must be prepared before JAX is used: call "
+            "jaxllm.serving.int8_prefill.processors.prepare_processors() first, in a process of its own"
+        )
+
+
 def prepare_processors(integer: IntegerDevice = "cpu") -> None:
     """Makes JAX create two CPU devices that compute in the calling thread, with the CPU as its default; must
     be called before JAX is used.
@@ -34,12 +42,8 @@ def prepare_processors(integer: IntegerDevice = "cpu") -> None:
         jax.config.update("jax_cpu_enable_async_dispatch", False)
         # The first platform is the default.
         jax.config.update("jax_platforms", "cpu" if integer == "cpu" else "cpu,cuda")
-    except RuntimeError as error:
-        if len(jax.devices("cpu")) < 2 or jax.config.read("jax_cpu_enable_async_dispatch"):
-            raise ConfigError(
-                "two processors must be prepared before JAX is used: call "
-                "jaxllm.serving.int8_prefill.processors.prepare_processors() first, in a process of its own"
-            ) from error
+    except RuntimeError:
+        _require_prepared()
     if integer == "gpu":
         require_gpu()
 
@@ -77,11 +81,7 @@ class TwoProcessors(ProcessorPair):
         cores: dict[Processor, Sequence[int]] = {"integer": (), "float": ()}
         self.both_are_cpus = integer == "cpu"
         if self.both_are_cpus:
-            if len(cpus) < 2 or jax.config.read("jax_cpu_enable_async_dispatch"):
-                raise ConfigError(
-                    "two processors require two devices: call "
-                    "jaxllm.serving.int8_prefill.processors.prepare_processors() before JAX is used"
-                )
+            _require_prepared()
             # One core each.
             cores = {name: own[:1] for name, own in halved_cores().items()}
             self._devices: dict[Processor, Device] = {"integer": cpus[1], "float": cpus[0]}

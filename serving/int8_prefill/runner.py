@@ -49,7 +49,6 @@ from jaxllm.serving.int8_prefill.buckets import (
     device_name,
     known_to,
     shadow_products,
-    stage_bytes,
     stage_params,
     takes_addresses,
     without_blocks,
@@ -111,9 +110,14 @@ def placed_stages(whole: ModelLevel, modes: PrefillModes) -> Callable[[int, Stag
     options = whole.options
     if not options.prefill.integer_bytes:
         return natural_place
+
+    def bytes_of(layer: int, stage: Stage) -> int:
+        leaves = jax.tree.leaves(stage_params(whole.weights, layer, layer, stage))
+        return sum(leaf.nbytes for leaf in leaves)
+
     return placed_by_memory(
         modes.calibration.shadowed,
-        lambda layer, stage: stage_bytes(whole.weights, layer, stage),
+        bytes_of,
         lambda layer, stage: stage_operations(whole.cfg, stage, options.chunk_tokens[-1]),
         options.prefill.integer_bytes,
     )

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -36,7 +37,8 @@ def read_prompts(path: str, order: str, integer_bytes: str) -> None:
     """Answers a prompt of four chunks with one processor, with two (started twice), and with two of which the
     integer one is placed as a GPU would be, on the second CPU device."""
     prompt = np.random.default_rng(0).integers(0, 256, 60).tolist()
-    found, runs, real = {"starts": []}, [], int8_prefill.measured_times
+    found: dict[str, Any] = {"starts": []}
+    runs, real = [], int8_prefill.measured_times
     int8_prefill.measured_times = lambda *args: runs.append(1) or real(*args)
     processors.require_gpu = lambda: jax.devices("cpu")[1]
     for system in (1, 2, 2, 3):
