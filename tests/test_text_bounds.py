@@ -22,10 +22,10 @@ from jaxllm.text import chat_template
 from jaxllm.text import child_process as text_process
 from jaxllm.text.chat_template import ChatTemplate, ConfinedTemplate
 from jaxllm.text.child_process import TextProcess
-from jaxllm.text.library_tokenizer import ConfinedTokenizer, LibraryTokenizer
+from jaxllm.text.library_tokenizer import LibraryTokenizer
 from jaxllm.text.marked_text import MarkedText
 from jaxllm.text.template_program import TemplateProgram
-from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles, open_tokenizer
+from jaxllm.text.tokenizer import ConfinedTokenizer, Tokenizer, TokenizerFiles, open_tokenizer
 from jaxllm.text.tokenizer_bounds import KNOWN_EXPRESSIONS, is_ordinary
 from jaxllm.training.data.documents import ROLE_TEMPLATE
 from tests.checkpoints import mutations
@@ -88,8 +88,8 @@ def changed(**parts):
     ids=lambda parts: next(iter(parts)),
 )
 def test_bombs_are_errors(parts, monkeypatch):
-    monkeypatch.setattr("jaxllm.text.library_tokenizer.LOAD_S", 5.0)
-    monkeypatch.setattr("jaxllm.text.library_tokenizer.CALL_S", 2.0)
+    monkeypatch.setattr("jaxllm.text.tokenizer.LOAD_S", 5.0)
+    monkeypatch.setattr("jaxllm.text.tokenizer.CALL_S", 2.0)
     text = changed(**parts)
     assert not is_ordinary(text)
     # One of them may be harmless to this text.
@@ -101,7 +101,7 @@ def test_bombs_are_errors(parts, monkeypatch):
 
 @needs_limits
 def test_a_bomb_does_not_take_the_next_text_with_it(monkeypatch):
-    monkeypatch.setattr("jaxllm.text.library_tokenizer.CALL_S", 2.0)
+    monkeypatch.setattr("jaxllm.text.tokenizer.CALL_S", 2.0)
     doubled = {"type": "Sequence", "normalizers": [mutations._replace({"String": "x"}, "xx")] * 40}
     confined = ConfinedTokenizer(changed(normalizer=doubled), (), {})
     harmless, bomb = MarkedText.of_template("abc"), MarkedText.of_template("x")
@@ -150,7 +150,7 @@ def test_published_kinds_of_tokenizers_run_here():
 
 
 def test_no_mutation_of_a_tokenizer_is_uncaught(monkeypatch):
-    monkeypatch.setattr("jaxllm.text.library_tokenizer.CALL_S", 2.0)
+    monkeypatch.setattr("jaxllm.text.tokenizer.CALL_S", 2.0)
     source = json.loads(FILES.tokenizer_json)
     refused = 0
     # The random ones: the known ones are above, and take their time.

@@ -2,7 +2,7 @@
 
 Byte pairs, unigrams and word pieces with the usual normalizers and splits run in this process. All others
 (unknown regular expressions, compiled character maps, long chains) run in a child process with limits of time
-and memory (`jaxllm.text.library_tokenizer`).
+and memory (`jaxllm.text.tokenizer`).
 """
 
 import json

@@ -313,11 +313,6 @@ def test_tools_reach_the_template_and_spell_no_special_token() -> None:
 # Files of tokenizers: as JSON and back; malformed ones are refused
 
 
-def test_files_survive_json() -> None:
-    for files in (FILES, TokenizerFiles(tokenizer_json="{}"), dataclasses.replace(FILES, chat_template="é")):
-        assert TokenizerFiles.from_json(json.loads(json.dumps(files.to_json()))) == files
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

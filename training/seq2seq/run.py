@@ -254,7 +254,7 @@ def train_seq2seq(
                 f"the tokenizer has {vocabulary.get_vocab_size()} tokens, but the recipe's model has "
                 f"{recipe.cfg.vocab_size}; give another --tokenizer, or set the model's vocab_size"
             )
-        for name in (END_OF_TEXT, PAD, *(source.prefix for source in recipe.sources)):
+        for name in (END_OF_TEXT, PAD, *(str(source.prefix) for source in recipe.sources)):
             token_id(vocabulary, name)
         write_text(run.folder / TOKENIZER_FILE, vocabulary.to_str(pretty=True))
     multiple = recipe.accumulate * mesh.shape["data"] * mesh.shape["fsdp"]
@@ -292,7 +292,7 @@ def pair_tokenizer(pairs: TextPairs, recipe: Seq2SeqRecipe) -> tokenizers.Tokeni
     Raises:
       ConfigError: the texts are too few for the vocabulary.
     """
-    prefixes = sorted({source.prefix for source in recipe.sources})
+    prefixes = sorted({str(source.prefix) for source in recipe.sources})
     texts = (text for pair in pairs.texts for text in pair)
     tokenizer = train_tokenizer(texts, recipe.cfg.vocab_size - len(prefixes))
     # The text after a prefix is encoded like the beginning of a text.

@@ -30,6 +30,7 @@ from jaxllm.training.elastic.job import (
     measure,
     without_layer,
 )
+from jaxllm.training.elastic.run import within_bound
 from jaxllm.training.loop.losses import distillation_losses, next_token_losses, outputs_of
 from jaxllm.training.loop.parallel import MeshShape, make_mesh
 from jaxllm.training.loop.trainer import Trainer
@@ -302,3 +303,12 @@ def test_a_broken_model_is_refused():
     broken = {**params, "final_norm.scale": jnp.full_like(params["final_norm.scale"], jnp.nan)}
     with pytest.raises(ConfigError, match="loss on the calibration text is nan"):
         measure(cfg, jax.tree.map(jnp.asarray, broken), [batch()])
+
+
+def test_weights_go_back_as_far_as_a_bound_says():
+    start, end = {"w": jnp.zeros(2)}, {"w": jnp.ones(2)}
+    for bound, share in ((0.25, 0.5), (2.0, 1.0), (1e-9, 0.0)):
+        kept, found, nats = within_bound(start, end, lambda params: float(params["w"][0]) ** 2, bound)
+        assert nats <= bound
+        assert found == pytest.approx(share, abs=0.01)
+        np.testing.assert_allclose(kept["w"], found)

@@ -21,7 +21,7 @@ from jaxllm.training.decoders import pretrain_job
 from jaxllm.training.loop import losses
 from jaxllm.training.loop import trainer as loop
 from jaxllm.training.loop.checkpoints import Checkpoints
-from jaxllm.training.loop.hardware import peak_memory_bytes
+from jaxllm.training.loop.hardware import explain_memory_errors, peak_memory_bytes
 from jaxllm.training.loop.losses import distillation_losses, next_token_losses, outputs_of, vocabulary_blocks
 from jaxllm.training.loop.optimizer import decays, learning_rate, make_optimizer, scale_by_muon
 from jaxllm.training.loop.run_files import StepTrace
@@ -233,6 +233,18 @@ def test_a_trace_has_the_steps_after_the_first_two(tmp_path, monkeypatch):
         run(2)
 
 
+def test_a_checkpoint_in_writing_does_not_see_the_next_steps(tmp_path):
+    trainer = trainer_of(SMOKE)
+    state = trainer.initial()
+    before = jax.tree.map(np.array, state)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(state, 1.0)
+        for step in range(3):
+            state, _ = trainer.step(state, batches_of(SMOKE).batch_at(step))
+    with Checkpoints(tmp_path) as checkpoints:
+        assert_same_bits(checkpoints.restore(0, trainer.abstract()), before)
+
+
 def test_a_diverged_run_stops(tmp_path):
     trainer = trainer_of(SMOKE)
     start = trainer.initial()
@@ -279,13 +291,9 @@ def test_too_little_memory_is_told_with_what_to_change(compiles, figure):
     message = f"{figure} does not fit cpu: take a larger `accumulate` in the recipe, now 1; `remat"
     with pytest.raises(ConfigError, match=message):
         trainer.step(state, batch)
-
-
-def test_precision_is_by_the_device_where_none_is_said(monkeypatch):
-    assert (SMOKE.precision, SMOKE.computed_in, SMOKE.frozen_in) == (None, "float32", "f32")
-    assert SMOKE.on_accelerator().computed_in == "bfloat16"
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert (SMOKE.computed_in, SMOKE.frozen_in) == ("bfloat16", "bf16")
+    kernel = pytest.raises(ConfigError, match=r"a kernel does not fit cpu.*JAXLLM_KERNELS=xla")
+    with kernel, explain_memory_errors(lambda: None, SMOKE):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Shared memory size limit exceeded")
 
 
 def test_updates_are_those_of_optax():

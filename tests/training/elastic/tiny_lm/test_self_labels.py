@@ -40,7 +40,6 @@ from jaxllm.training.elastic.tiny_lm.rows import (
     KeptWords,
     align,
     read_compressions,
-    split_rows,
     well_aligned,
 )
 from jaxllm.training.elastic.tiny_lm.run import Start
@@ -371,13 +370,6 @@ def test_bad_rows_are_left_out():
     # Where all are alike, all stay, but for those of which nothing is kept.
     rows = [row_of(str(i), variation=0.5, gap=0.5) for i in range(10)]
     assert well_aligned([*rows, row_of("none", kept=False)]) == rows
-
-
-def test_copies_of_a_text_are_on_one_side():
-    rows = [row_of(f"text {i % 10}") for i in range(30)]
-    train, held_out = split_rows(rows, 0.2)
-    assert (len(train), len(held_out)) == (24, 6)
-    assert not {row.text for row in train} & {row.text for row in held_out}
 
 
 def test_files(tmp_path):
