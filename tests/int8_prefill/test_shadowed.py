@@ -11,7 +11,7 @@ from jaxllm.nn.layers import Norm
 from jaxllm.nn.linear import FeedForward
 from jaxllm.quant import Adapted
 from tests.kernels.drawing import answers, floats, weight_of
-from tests.kernels.test_steps import plain, stepped
+from tests.kernels.test_products import plain, stepped
 
 STEP = np.float32(0.02)
 
