@@ -107,7 +107,7 @@ class ConfinedTokenizer:
         request = {"operation": "call", "method": "vocabulary", "arguments": {}}
         return self._ask(request, LOAD_S, "cannot be asked for its tokens")
 
-    def _ask(self, request: Mapping[str, object], limit_s: float, what: str):
+    def _ask(self, request: Mapping[str, object], limit_s: float, what: str) -> Any:
         from jaxllm.text.child_process import ChildFailed
 
         try:

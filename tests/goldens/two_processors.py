@@ -9,7 +9,7 @@ from jaxllm.serving.int8_prefill.processors import prepare_processors
 prepare_processors()
 
 from tests.goldens import opening  # noqa: E402
-from tests.goldens.runner_cases import prefilled  # noqa: E402
+from tests.goldens.cases import prefilled  # noqa: E402
 
 
 def main(path: str) -> None:

@@ -26,7 +26,7 @@ from jaxllm.nn.layers import Norm, normalize
 from jaxllm.nn.linear import FeedForward
 from jaxllm.quant import Adapted, quantize, to_blocks
 from tests.kernels.drawing import answers, floats, jit, weight_of
-from tests.kernels.test_steps import plain, stepped
+from tests.kernels.test_products import plain, stepped
 from tests.tiny import TINY, random_params
 
 STEP = np.float32(0.02)

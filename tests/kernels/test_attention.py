@@ -2,7 +2,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,11 +13,10 @@ from jaxllm.kernels import native_attention
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.nn.layers import AttentionOptions, Heads, cached_attention, causal_mask, rotary_cos_sin
 from tests.kernels import oracle
-from tests.kernels.drawing import answers, compiled, jit, same_on_threads
-from tests.kernels.switching import NATIVE, kernels_of, needs_native, threads_of
+from tests.kernels.drawing import answers, compiled, same_on_threads
+from tests.kernels.switching import needs_native
 
 pytestmark = needs_native
-WIDTHS = (8, 16, 20, 64, 80, 128)
 # Scores, their softmax and their sums in float32.
 ROOM = 2e-5
 
@@ -106,21 +104,10 @@ def run(case: Case, mass: np.ndarray | None = None) -> None:
             np.testing.assert_allclose(each, after, atol=2e-4, rtol=0, err_msg=kernels)
 
 
-@pytest.mark.parametrize("H", WIDTHS)
-def test_groups_and_widths(H):
-    """Every number of query heads per kv head that models have; tokens and lengths drawn."""
-    draw = np.random.default_rng(H)
-    for G in range(1 + WIDTHS.index(H) % 2, 9, 2):
-        T, S = int(draw.choice([1, 2, 9, 70])), int(draw.integers(80, 200))
-        start = int(draw.integers(0, S - T + 1))
-        rotary, window = int(draw.choice([0, H // 2, H // 4])), int(draw.choice([0, 0, 5, 64]))
-        options = dict(rotary=rotary, window=window, softcap=float(draw.choice([0.0, 3.0])))
-        run(case(G, T=T, G=G, H=H, S=S, start=start, half=bool(G % 4 > 1), **options))
-
-
 @settings(max_examples=40)
 @given(
-    B=st.integers(1, 3), T=st.integers(1, 70), K=st.integers(1, 3), G=st.integers(1, 8), H=st.integers(2, 40),
+    B=st.integers(1, 3), T=st.integers(1, 70), K=st.integers(1, 3), G=st.integers(1, 8),
+    H=st.integers(2, 40) | st.sampled_from([64, 80, 128]),
     S=st.integers(1, 300) | st.just(2000), at=st.floats(0, 1),
     window=st.sampled_from([0, 1, 2, 63, 64, 65, 500]),
     softcap=st.sampled_from([0.0, 0.5, 30.0]), turned=st.sampled_from([0, 1, 2]), half=st.booleans(),
@@ -138,21 +125,6 @@ def test_any_shape(B, T, K, G, H, S, at, window, softcap, turned, half, gaps, co
     run(case(seed, **shape, **places, window=window, softcap=softcap), mass)
 
 
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("window", [0, 3, 1000])
-def test_long_caches_are_cut_between_threads(window, half):
-    """One token walks the whole cache: threads share it, and what they find is merged."""
-    cases = [
-        case(start, K=1, G=3, H=64, S=4096, start=start, half=half, rotary=32, window=window)
-        for start in (0, 255, 256, 4000, 4095)
-    ]
-    run = compiled(door(cases[0].options), *cases[0].args)
-    for each in cases:
-        for count in (1, 2, 3):
-            with threads_of(count):
-                check(each, run(*each.args))
-
-
 @pytest.mark.parametrize(("T", "start"), [(1, 3), (1, 3000), (7, 20), (70, 100)])
 def test_sink_logits(T, start):
     """They take their part of each head's softmax, far above and far below all scores too."""
@@ -168,27 +140,6 @@ def test_the_same_again_whatever_the_threads(T):
     args = (*many.args, np.zeros((1, 1024), np.float32))
     run = compiled(lambda *args: native_attention.attention(*args, **many.options), *args)
     same_on_threads(run, *args)
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_chunks_are_the_whole(half):
-    """A prompt in one go, in chunks and token by token leaves the same cache and the same answers."""
-    whole = case(0, T=24, K=2, G=2, H=20, S=40, rotary=10, half=half)
-    q, k, v, table, keys, values, *_ = whole.args
-    for kernels in NATIVE:
-        with kernels_of(kernels):
-            expected = jit(door(whole.options))(*whole.args)
-            for size in (1, 5):
-                attend, cache, outs = jit(door(whole.options)), (keys, values), []
-                for at in range(0, 24, size):
-                    part = [each[:, at : at + size] for each in (q, k, v)]
-                    turn = tuple(each[at : at + size] for each in table)
-                    places = np.arange(at, at + len(turn[0]), dtype=np.int32)
-                    out, *cache = attend(*part, turn, *cache, places, np.int32(len(places)))
-                    outs.append(np.asarray(out))
-                np.testing.assert_allclose(np.concatenate(outs, axis=1), expected[0], atol=ROOM)
-                for got, all_at_once in zip(cache, expected[1:], strict=True):
-                    np.testing.assert_array_equal(got, all_at_once)
 
 
 @pytest.mark.parametrize(
@@ -225,35 +176,6 @@ def test_the_door_gives_what_xla_gives(T, window, run):
                 np.testing.assert_allclose(np.asarray(got, np.float32), expected, atol=ROOM + room, rtol=room)
 
 
-def test_a_donated_cache_is_written_in_place():
-    """And one that is not donated keeps its rows; of a stack by one call after another, of other layers."""
-    single = case(0, T=1, S=256, H=64, start=10)
-    q, k, v, table, keys, values, positions, valid = single.args
-    mine = [jnp.array(each) for each in (keys, values)]
-    pointers = [each.unsafe_buffer_pointer() for each in mine]
-    attend = jax.jit(door(single.options), donate_argnums=(4, 5))
-    out, *cache = attend(q, k, v, table, *mine, positions, valid)
-    assert [each.unsafe_buffer_pointer() for each in cache] == pointers
-    kept = [jnp.array(each) for each in (keys, values)]
-    again, *_ = jax.jit(door(single.options))(q, k, v, table, *kept, positions, valid)
-    for got, old in zip((again, *kept), (out, keys, values), strict=True):
-        np.testing.assert_array_equal(got, old)
-
-    def both(keys, values):
-        for slot in (2, 0):
-            out, keys, values, *_ = native_attention.attention(
-                q, k, v, table, keys, values, positions, valid, slot=np.int32(slot), **single.options
-            )
-        return out, keys, values
-
-    stacks = [jnp.array(np.stack([each] * 3)) for each in (keys, values)]
-    pointers = [each.unsafe_buffer_pointer() for each in stacks]
-    graph = jax.jit(both, donate_argnums=(0, 1)).lower(*stacks).compile()
-    assert graph.memory_analysis().temp_size_in_bytes < stacks[0].nbytes // 3
-    _, *found = graph(*stacks)
-    assert [each.unsafe_buffer_pointer() for each in found] == pointers
-
-
 @pytest.mark.parametrize("half", [False, True])
 def test_a_layer_of_a_stack_is_its_cache_alone(half):
     """To the last bit; other layers, whose rows are NaN, are neither read nor written."""
@@ -287,37 +209,6 @@ def test_a_layer_of_a_stack_is_its_cache_alone(half):
             for new, own in ((new_keys, own_keys), (new_values, own_values)):
                 np.testing.assert_array_equal(new[slot], own, err_msg=kernels)
                 assert np.isnan(np.delete(new, slot, axis=0)).all(), kernels
-
-
-def test_tokens_that_are_not_real_are_not_computed():
-    """Of one sequence: whatever they hold, the others are bit for bit what they are without them."""
-    drawn = case(1, T=20, S=64, start=10, valid=7, G=2, rotary=8)
-    q, k, v, *rest = drawn.args
-    first = [each[:, :7].copy() for each in (q, k, v)]
-    table = tuple(each[:7] for each in rest[0])
-    others = (*rest[1:3], rest[3][:7], np.int32(7))
-    expected = answers(door(drawn.options), *first, table, *others)
-    run = compiled(door(drawn.options), *drawn.args)
-    for fill in (np.nan, np.inf, 0.0):
-        for each in (q, k, v):
-            each[:, 7:] = fill
-        for kernels, (out, *cache) in run(q, k, v, *rest).items():
-            jax.tree.map(np.testing.assert_array_equal, (out[:, :7], *cache), tuple(expected[kernels]))
-
-
-def test_bad_rows_of_a_batch_stay_apart():
-    """NaN in one sequence's query, key or value reaches none of the others."""
-    for T in (1, 12):
-        plain = case(0, B=3, T=T, K=2, G=2, H=16, S=100, start=40)
-        run = compiled(door(plain.options), *plain.args)
-        clean = run(*plain.args)
-        for i in range(3):
-            args = [each.copy() if isinstance(each, np.ndarray) else each for each in plain.args]
-            args[i][1, 0, 0] = np.nan
-            for kernels, (out, *_) in run(*args).items():
-                assert np.isnan(out[1, :, 0]).any()
-                np.testing.assert_array_equal(out[[0, 2]], clean[kernels][0][[0, 2]])
-                np.testing.assert_array_equal(out[1, :, 1], clean[kernels][0][1, :, 1])
 
 
 def test_sharp_scores():

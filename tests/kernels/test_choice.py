@@ -1,106 +1,91 @@
-"""Tests the choice of kernels and threads, and its messages."""
+"""The choice of kernels and threads, and its messages; and the package's own build, which leaves out the
+kernels that do not compile and nothing else, and says why."""
 
 import json
 import os
+import platform
+import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
-from tests.kernels.switching import NATIVE, needs_native, threads_of
+from tests.kernels.switching import NATIVE, needs_native
 
+pytest.importorskip("setuptools")
 ROOT = Path(__file__).parents[2]
 
-# Runs in a process of its own: a choice holds as long as its process. Tells, for each environment, what
-# `kernels` found or how it refused.
-TELL = """
+# Runs in a process of its own: a choice holds as long as its process. Lists, for each environment of its
+# argument, what `kernels` found or how it refused.
+LIST = """
 import json, os, sys
 from jaxllm.kernels import native
 from jaxllm.errors import ConfigError
 
-def tell(environment):
+def found(environment):
     for name in (native.CHOICE_VARIABLE, native.THREADS_VARIABLE):
         os.environ.pop(name, None)
     os.environ.update(environment)
     native.process_kernels.cache_clear()
     try:
-        found = native.kernels()
-        return dict(name=found.name, reason=found.reason, choices=found.choices, threads=native.threads())
+        own = native.kernels()
+        return dict(name=own.name, reason=own.reason, choices=own.choices, threads=native.threads())
     except ConfigError as error:
         return dict(error=str(error))
+
+print(json.dumps([found(each) for each in json.loads(sys.argv[1])]))
 """
 
 
-def python(source: str, *, cwd: Path = ROOT, **environment: str) -> str:
-    """What a script prints, started afresh."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("JAXLLM_")} | environment
-    env["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, "-c", source], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+def python(source: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JAXLLM_")}
+    command = [sys.executable, "-c", source, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
+
+
+def in_environments(*environments: dict[str, str], before: str = "") -> list[dict[str, Any]]:
+    """What a process finds in each environment; `before` runs first."""
+    done = python(
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{before}\n{LIST}", json.dumps(environments)
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return json.loads(done.stdout)
 
 
-def told(environments: list[dict[str, str]], before: str = "") -> list[dict[str, Any]]:
-    source = f"{before}\n{TELL}\nprint(json.dumps([tell(each) for each in json.loads(sys.argv[1])]))"
-    source = source.replace("sys.argv[1]", repr(json.dumps(environments)))
-    return json.loads(python(source))
-
-
-def kernels_and_threads(choice: str | None = None, threads: str | None = None) -> dict[str, str]:
+def chosen(choice: str | None = None, threads: str | None = None) -> dict[str, str]:
     asked = {native.CHOICE_VARIABLE: choice, native.THREADS_VARIABLE: threads}
     return {name: value for name, value in asked.items() if value is not None}
 
 
 @needs_native
 def test_what_the_environment_asks_for():
-    """In one process, from the fastest kernels to each that this processor runs, and to none."""
-    asked = [kernels_and_threads(), kernels_and_threads(threads="3"), kernels_and_threads("xla", threads="3")]
-    asked += [kernels_and_threads(name, threads="1") for name in NATIVE]
-    plain, three, xla, *chosen = told(asked)
-    assert plain["choices"] == list(NATIVE)
-    assert plain["name"] == NATIVE[0]
+    """In one process, from the fastest kernels to each that this processor runs, and to none; what cannot be
+    had is one line: the variable, what is wrong with it and what is there instead."""
+    bad = [
+        *map(chosen, ["nonsense", "avx2 "]),
+        *(chosen(threads=count) for count in ("nonsense", "0", "257", "")),
+    ]
+    asked = [chosen(), chosen(threads="3"), chosen("xla", threads="3")]
+    asked += [chosen(name, threads="1") for name in NATIVE]
+    plain, three, xla, *each = in_environments(*asked, *bad, chosen(threads="2"))
+    assert (plain["choices"], plain["name"]) == (list(NATIVE), NATIVE[0])
     assert plain["reason"] == "the fastest of those built that this processor runs"
     assert plain["threads"] == len(os.sched_getaffinity(0))
     assert three == plain | {"threads": 3}
     assert xla == plain | {"name": "xla", "reason": "JAXLLM_KERNELS=xla", "choices": [], "threads": 1}
-    for name, found in zip(NATIVE, chosen, strict=True):
+    for name, found in zip(NATIVE, each, strict=False):
         assert (found["name"], found["reason"], found["threads"]) == (name, f"JAXLLM_KERNELS={name}", 1)
     assert "portable" in NATIVE
-    assert len(set(NATIVE)) == len(NATIVE)
-
-
-@needs_native
-def test_what_cannot_be_had_is_named():
-    """One line: the variable, what is wrong with it and what is there instead."""
-    bad_names = ["nonsense", "AVX2", "avx2 ", "\N{SNOWMAN}"]
-    bad_counts = ["nonsense", "0", "-1", "257", "1.5", "", "99999999999999999999"]
-    asked = [kernels_and_threads(name) for name in bad_names]
-    asked += [kernels_and_threads(threads=count) for count in bad_counts]
-    found = told([*asked, kernels_and_threads(threads="2")])
-    assert found.pop()["threads"] == 2
-    for environment, each in zip(asked, found, strict=True):
-        (variable, value), message = next(iter(environment.items())), each["error"]
+    assert each.pop()["threads"] == 2
+    for environment, found in zip(bad, each[len(NATIVE) :], strict=True):
+        (variable, value), message = next(iter(environment.items())), found["error"]
         assert variable in message, environment
         assert value in message, environment
         assert "portable" in message or variable == native.THREADS_VARIABLE
         assert "\n" not in message
-
-
-@needs_native
-def test_more_processors_than_threads_are_for():
-    """Nobody asked for anything: the kernels take as many as they can."""
-    many = "import os; os.sched_getaffinity = lambda process: set(range(1000)); os.cpu_count = lambda: 1000"
-    (found,) = told([{}], before=many)
-    assert found["name"] == NATIVE[0]
-    assert 2 <= found["threads"] <= 1000
 
 
 NOT_BUILT = "import sys; sys.modules['jaxllm.kernels._native'] = None"
@@ -129,46 +114,122 @@ assert np.abs(to_units(jnp.eye(70), blocked) - weight.T).max() < 0.02
 )
 def test_an_absent_library(before, reason):
     """Not built, or built for something else: XLA computes, and `reason` says why."""
-    asked = [kernels_and_threads(), kernels_and_threads(threads="7"), kernels_and_threads("portable")]
-    plain, threads, chosen = told(asked, before=before)
+    plain, threads, portable = in_environments(
+        chosen(), chosen(threads="7"), chosen("portable"), before=before
+    )
     assert (plain["name"], plain["choices"], plain["threads"]) == ("xla", [], 1)
     assert plain["reason"] == reason
     assert threads == plain
-    assert f"JAXLLM_KERNELS=portable: there are no native kernels ({reason})" in chosen["error"]
+    assert f"JAXLLM_KERNELS=portable: there are no native kernels ({reason})" in portable["error"]
 
 
-@needs_native
-@pytest.mark.parametrize("count", [0, -1, 257, 1 << 40])
-def test_impossible_numbers_of_threads(count):
-    before = native.threads()
-    with pytest.raises(ConfigError, match=f"threads must be a whole number in .*{count}"):
-        native.set_threads(count)
-    assert native.threads() == before
+# The build
+
+SOURCES = Path("jaxllm/kernels/native")
+NO_COMPILER = {"CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
+# What the module needs of all other files.
+REST = """
+#include "ffi.h"
+#include "ops.h"
+const jaxllm::Target* const jaxllm::kTargets[] = {nullptr};
+int64_t jaxllm::busy_ns() { return 0; }
+int64_t jaxllm::read_all(const void*, size_t) { return 0; }
+"""
+KERNELS = """
+#include "backend.h"
+#if {condition}
+{line}
+static constexpr jaxllm::Backend kBackend{{"{name}"}};
+const jaxllm::Backend* const jaxllm::{name}_backend = &kBackend;
+#else
+const jaxllm::Backend* const jaxllm::{name}_backend = nullptr;
+#endif
+"""
+REPORT = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("_native", sys.argv[1])
+library = importlib.util.module_from_spec(spec)
+print(json.dumps([library.built_backends(), library.refused_backends(), library.backends()]))
+"""
 
 
-@needs_native
-def test_the_process_is_asked_for_threads():
-    busy, weight_bytes = native.busy_ns(), np.zeros((1 << 20) + 3, np.uint8)
-    for count in (1, 2, 3):
-        with threads_of(count):
-            assert native.threads() == count
-            for part in (weight_bytes, weight_bytes[:0], weight_bytes[1:2]):
-                native.read_all(part)
-    assert native.busy_ns() >= busy
+def build(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """What an editable install does to the sources: a build in place."""
+    files = ("setup.py", "pyproject.toml", "README.md", "LICENSE", "jaxllm/__init__.py", "jaxllm/version.py")
+    for name in files:
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
+    if not (folder / SOURCES).exists():
+        shutil.copytree(ROOT / SOURCES, folder / SOURCES)
+    command = [sys.executable, "setup.py", "build_ext", "--inplace"]
+    return subprocess.run(command, cwd=folder, env=os.environ | environment, capture_output=True, text=True)
 
 
-def test_instruction_sets_that_were_not_built_are_named(monkeypatch):
-    """But one that the compiler makes by default, whatever flags it refuses."""
-    library = types.SimpleNamespace(
-        targets=dict,
-        backends=lambda: ("neon", "portable"),
-        built_backends=lambda: ("neon", "portable"),
-        refused_backends=lambda: {"i8mm": "error: no such flag", "neon": "error: no such flag"},
-        use_backend=lambda name: None,
-        set_threads=lambda count: None,
-        backend=lambda: "neon",
-    )
-    monkeypatch.setattr(native, "_library", lambda: library)
-    found = native.process_kernels.__wrapped__()
-    assert (found.name, found.built) == ("neon", ("neon", "portable"))
-    assert found.left_out == {"i8mm": "error: no such flag"}
+@pytest.mark.parametrize(
+    ("wanted", "said"),
+    [("", "built without native kernels ("), ("0", "JAXLLM_NATIVE=0: jaxllm is built without")],
+)
+def test_without_a_compiler_there_is_a_package_without_kernels(
+    tmp_path: Path, wanted: str, said: str
+) -> None:
+    done = build(tmp_path, JAXLLM_NATIVE=wanted, **NO_COMPILER)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stderr
+    assert not list(tmp_path.rglob("*.so"))
+    (line,) = python(
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import jaxllm.kernels._native"
+    ).stderr.splitlines()[-1:]
+    if wanted == "0":
+        assert "No module named 'jaxllm.kernels" in line
+    else:
+        # Which `jaxllm info` shows, long after the build's own words are gone.
+        assert line == "ImportError: they could not be built: /nonexistent/c++: No such file or directory"
+
+
+def write_kernels(folder: Path, broken: dict[str, str]) -> None:
+    """The library with kernels that compute nothing, some of them with a line that does not compile, under a
+    condition."""
+    (folder / SOURCES).mkdir(parents=True)
+    headers = (ROOT / SOURCES).glob("*.h")
+    for path in (*headers, *(ROOT / SOURCES / f"{each}.cpp" for each in ("module", "dispatch", "pool"))):
+        shutil.copy(path, folder / SOURCES)
+    for name in ("chunk_tables", "weight_tables"):
+        shutil.copy(ROOT / SOURCES / f"{name}.cpp", folder / SOURCES)
+    (folder / SOURCES / "rest.cpp").write_text(REST)
+    for name in ("amx", "avx512", "avxvnni", "avx2", "i8mm", "neon", "portable"):
+        condition = broken.get(name, "0" if name in ("i8mm", "neon") else "1")
+        line = "int wrong = ;" if name in broken else ""
+        source = KERNELS.format(name=name, condition=condition, line=line)
+        (folder / SOURCES / f"backend_{name}.cpp").write_text(source)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86 hosts")
+@pytest.mark.skipif(not shutil.which("g++"), reason="missing: g++")
+def test_an_instruction_set_that_does_not_compile_is_left_out_alone(tmp_path: Path) -> None:
+    # One fails with its own flags, one with any.
+    write_kernels(tmp_path, {"avx512": "defined(__AVX512F__)", "avxvnni": "1"})
+    done = build(tmp_path)
+    assert done.returncode == 0, done.stderr
+    (library,) = (tmp_path / "jaxllm/kernels").glob("_native*")
+    built, refused, runs = json.loads(python(REPORT, library).stdout)
+    assert built == ["amx", "avx2", "portable"]
+    assert set(runs) <= set(built)
+    assert set(refused) == {"avx512", "avxvnni"}
+    for name, reason in refused.items():
+        assert f"backend_{name}.cpp" in reason
+        assert "error" in reason
+        assert f"jaxllm is built without the native kernels for {name} ({reason})" in done.stderr
+    # Who insists on kernels gets all of them, or the error.
+    library.unlink()
+    done = build(tmp_path, JAXLLM_NATIVE="1")
+    assert done.returncode != 0
+    assert "backend_avx512.cpp" in done.stderr
+
+    # What all processors need is no instruction set: then there is no library, neither an older one.
+    with (tmp_path / SOURCES / "backend_portable.cpp").open("a") as file:
+        file.write("int wrong = ;")
+    done = build(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "jaxllm is built without native kernels (" in done.stderr
+    (note,) = (tmp_path / "jaxllm/kernels").glob("_native*")
+    assert "backend_portable.cpp" in note.read_text()

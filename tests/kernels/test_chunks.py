@@ -132,30 +132,6 @@ def test_blobs_of_some_heads_fill_those_alone(name, bits):
             np.testing.assert_array_equal(got[:, 2], was[:, 2], err_msg=kernels)
 
 
-@pytest.mark.slow
-def test_blobs_by_value_are_what_blobs_by_address_are():
-    """The way of processes without native kernels."""
-    draw, form = np.random.default_rng(4), ChunkFormat.named("kivi", C)
-    shape = ChunkShape(heads=2, tokens=C, width=8)
-    bits = np.array([4, -1, 8, 2], np.int32)
-    past = tuple(jnp.asarray(draw.normal(size=(1, 2, 4 * C - 3, 8)), jnp.float32) for _ in "kv")
-    blobs, source = [], np.zeros((4, form.codec.blob_bytes(shape, 8)), np.uint8)
-    for place, width in enumerate(bits.tolist()):
-        rows = [jnp.asarray(draw.normal(size=(1, 2, C, 8)), jnp.float32) for _ in "kv"]
-        blob = None if width < 0 else np.asarray(form.codec.encode(rows[0], rows[1], shape, width))[0]
-        blobs.append(blob)
-        if blob is not None:
-            source[place, : blob.size] = blob
-    plain = pair_of(load_chunks(cache_of(past), [0], [jnp.asarray(source)], jnp.asarray(bits), form=form))
-
-    def door(keys, values, source, bits):
-        return pair_of(load_chunks(cache_of((keys, values)), [0], source, bits, form=form))
-
-    for found in answers(door, *past, extents_of(blobs)[None], bits).values():
-        for got, expected in zip(found, plain, strict=True):
-            np.testing.assert_allclose(got, expected, atol=1e-5)
-
-
 @pytest.mark.parametrize("bits", [RAW, *WIDTHS])
 def test_a_blob_that_has_not_the_bytes_of_its_width_is_refused(bits):
     """Before a byte of it is read, in any layer."""
@@ -175,42 +151,6 @@ def test_a_blob_that_has_not_the_bytes_of_its_width_is_refused(bits):
         extents[1, 0, 2] = max(0, size + change)
         with pytest.raises(Exception, match="has not the bytes of its width"):
             jax.block_until_ready(door(jnp.asarray(extents)))
-
-
-@pytest.mark.parametrize("name", CODECS)
-def test_layers_of_stacks_are_filled_where_they_are(name):
-    """In any order, of two stacks, some layers not at all: their rows, and those of others, stay."""
-    draw, codec, bits = np.random.default_rng(5), CODECS[name], np.array([8, 2], np.int32)
-    places, sizes = ((0, 2), (1, 0), (0, 0)), ((3, 2), (2, 3))
-    stacks = [
-        tuple(draw.normal(size=(count, 1, heads, 2 * C, 8)).astype(np.float32) for _ in "kv")
-        for count, heads in sizes
-    ]
-    expected, blobs = [[each.copy() for each in stack] for stack in stacks], []
-    for stack, slot in places:
-        shape = ChunkShape(heads=sizes[stack][1], tokens=C, width=8)
-        for at, width in enumerate(bits.tolist()):
-            chunk = [jnp.asarray(draw.normal(size=(1, shape.heads, C, 8)), jnp.float32) for _ in "kv"]
-            blobs.append(np.asarray(codec.encode(chunk[0], chunk[1], shape, width))[0].copy())
-            back = codec.decode(jnp.asarray(blobs[-1])[None], shape, width)
-            for rows, decoded in zip(expected[stack], back, strict=True):
-                rows[slot, 0, :, at * C : (at + 1) * C] = decoded[0]
-    extents = extents_of(blobs).reshape(3, 2, 3)
-    form = ChunkFormat(codec, (8, 2), C)
-
-    def load(stacks, extents, bits):
-        keys, values = zip(*stacks, strict=True)
-        cache = KVCache(keys, values, jnp.zeros((), jnp.int32), places=places)
-        loaded = load_chunks(cache, [0, 1, 2], extents, bits, form=form)
-        return list(zip(loaded.keys, loaded.values, strict=True))
-
-    for found in answers(load, stacks, extents, bits).values():
-        for got, wanted, before in zip(found, expected, stacks, strict=True):
-            for rows, own, old in zip(got, wanted, before, strict=True):
-                np.testing.assert_allclose(rows, own, atol=1e-5)
-                untouched = np.all(own == old, axis=(1, 2, 3, 4))
-                assert untouched.sum() == 1
-                np.testing.assert_array_equal(rows[untouched], old[untouched])
 
 
 # Attention over chunks as they are stored, by address and by value, beside a plain one in numpy
@@ -377,20 +317,3 @@ def test_tokens_that_a_table_has_not_and_closed_tables_are_refused():
 def test_a_table_that_does_not_fit_is_not_opened(change, part):
     with pytest.raises(ValueError, match=part):
         Case("kivi", "float32", 64, 1, 1).table(**change)
-
-
-def test_blobs_that_are_no_chunks_are_not_opened():
-    case = Case("kivi", "float32", 64, 1, 1)
-    case.bits[3] = 3
-    with pytest.raises(ValueError, match="levels of 8, 4 or 2 bits"):
-        case.table()
-    case.bits[3] = RAW
-    with pytest.raises(ValueError, match="has not the bytes of its width"):
-        case.table()
-    case = Case("raw", "float32", 64, 1, 1)
-    memory = np.zeros(case.blobs[0].size + 4, np.uint8)
-    case.blobs[0] = memory[1 : 1 + case.blobs[0].size]
-    with pytest.raises(ValueError, match="is not aligned"):
-        case.table()
-    with pytest.raises(ValueError, match="stand beside no transformed ones"):
-        case.table(rotated=True)

@@ -1,6 +1,8 @@
-"""Tests that kernels give the same answers with any threads, batch, processor and time."""
+"""Kernels give the same answers with any threads, batch, processor and time, of any numbers: NaN, infinity,
+zeros, the smallest, the largest, -128."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,6 @@ from tests.kernels.drawing import (
     to_units,
     weight_of,
 )
-from tests.kernels.refusing import COUNTS, NOTHING, STEPS, UNITS, formats
 from tests.kernels.switching import NATIVE, needs_native
 
 pytestmark = needs_native
@@ -60,17 +61,6 @@ def products_of(rows, width, seed=0):
 def test_threads_change_nothing(rows, width):
     door, args = products_of(rows, width)
     same_on_threads(compiled(door, *args), *args)
-
-
-def test_the_same_again():
-    """However often, with other shapes in between, whose scratch is larger or smaller."""
-    door, args = products_of(17, (8, 0))
-    other, more = products_of(3, (4, 32))
-    run, between = compiled(door, *args), compiled(other, *more)
-    first = run(*args)
-    for _ in range(5):
-        between(*more)
-        same(first, run(*args))
 
 
 @every_width
@@ -141,20 +131,6 @@ def test_a_prefix_of_kv_heads_is_a_smaller_weight(width):
         assert_prefix(weight, floats(draw, 3, 50 if axis == -1 else units * 41), units, fresh)
 
 
-def test_a_prefix_reads_nothing_else():
-    """What lies behind the units in use is not even looked at: NaN scales there change nothing."""
-    draw = np.random.default_rng(0)
-    for width in ((8, 0), (4, 32)):
-        weight = weight_of(draw, (128, 64), width, -1)
-        scale = np.array(weight.scale)
-        scale[4 if width[1] else 64 :] = np.nan
-        poisoned = dataclasses.replace(weight, scale=jnp.asarray(scale))
-        for rows in (1, 20):
-            x = floats(draw, rows, 64)
-            clean, got = (answers(to_units, x, take_units(each, 64)) for each in (weight, poisoned))
-            same(clean, got)
-
-
 def test_weights_and_their_prefixes_are_read_in_place():
     """No copy in the graph either: nothing of the weights' size is held while it runs."""
     draw = np.random.default_rng(0)
@@ -210,44 +186,84 @@ def test_the_first_rows_are_what_they_are_among_all(width):
             same(found, answers(lambda x, *weights: door(x, None, *weights), rows[:live], *weights))
 
 
-def test_rows_behind_them_are_not_touched():
-    """Results in the memory of an operand keep what is there."""
-    draw = np.random.default_rng(0)
-    up, down = weight_of(draw, (300, 300), (8, 0), -1), weight_of(draw, (300, 300), (8, 0), -2)
-    x, more, scale = floats(draw, 19, 300), floats(draw, 19, 300), floats(draw, 300)
-    nothing = np.zeros(0, np.uint32), np.zeros(0, np.int32)
-    live, plain = np.int32(7), [up.data, up.scale, NOTHING, NOTHING, NOTHING]
-    block = [NOTHING, COUNTS, STEPS, *[NOTHING] * 5, *plain, down.data, down.scale, *[NOTHING] * 3]
-    calls = {
-        "to_units": ([x, live], [NOTHING, COUNTS, STEPS, *plain], UNITS),
-        "from_units": (
-            [x, live, more], [down.data, down.scale, *[NOTHING] * 3, COUNTS, STEPS],
-            dict(segments=np.int64(1), stacked=False, units_at=np.int64(-1)),
-        ),
-        "feed_forward": (
-            [x, live], block,
-            dict(
-                units=np.int64(300), activation=np.int64(3), residual=False, eps=np.float32(0),
-                units_at=np.int64(-1),
-            ),
-        ),
-        "add_normed": ([x, more, live], [scale], dict(eps=np.float32(EPS))),
-    }  # fmt: skip
-    for name, (buffers, operands, options) in calls.items():
-        options = dict(options, columns=np.full(len(operands), -1, np.int64))
-        if name != "add_normed":
-            options |= formats()
-        shape = jax.ShapeDtypeStruct((19, 300), np.float32)
-        result = [shape] if name == "to_units" else shape
-        # The residual, where there is one, is the memory of the result.
-        at = {"from_units": 2, "add_normed": 1}.get(name, 0)
-        kernel = jax.ffi.ffi_call(f"jaxllm_{name}", result, input_output_aliases={at: 0})
+def both(rows, width, seed=0):
+    """(door, weight) of both orientations, 600 inputs and 70 outputs each, and activations."""
+    draw = np.random.default_rng(seed)
+    out, back = weight_of(draw, (70, 600), width, -1), weight_of(draw, (2, 300, 70), width, -2)
+    return ((to_units, out), (native_products.from_units, back)), floats(draw, rows, 600)
 
-        def door(*args, kernel=kernel, options=options):
-            return kernel(*args, **options)
 
-        args = [jnp.array(each) for each in (*buffers, *nothing, *operands)]
-        before = np.array(args[at])
-        (found,) = jax.tree.leaves(jax.jit(door, donate_argnums=at)(*args))
-        np.testing.assert_array_equal(found[7:], before[7:], err_msg=name)
-        assert not np.any(np.all(np.asarray(found[:7]) == before[:7], axis=1)), name
+@every_width
+def test_a_bad_value_spoils_its_row_and_no_other(width):
+    """Every output of the row is NaN, whichever span the value is in; other rows do not change a bit."""
+    for rows, bad in ((1, 0), (20, 7)):
+        doors, x = both(rows, width)
+        for door, weight in doors:
+            run = compiled(door, x, weight)
+            clean = run(x, weight)
+            for value, column in itertools.product((np.nan, np.inf, -np.inf), (0, 299, 599)):
+                spoilt = x.copy()
+                spoilt[bad, column] = value
+                for kernels, got in run(spoilt, weight).items():
+                    assert np.isnan(got[bad]).all(), kernels
+                    others = np.arange(rows) != bad
+                    np.testing.assert_array_equal(got[others], clean[kernels][others])
+
+
+@every_width
+def test_what_is_too_small_counts_as_zero(width):
+    """Subnormal steps would be too coarse; exactly zero comes out, with a residual exactly that."""
+    for rows in (1, 20):
+        doors, x = both(rows, width)
+        for door, weight in doors:
+            run = compiled(door, x, weight)
+            for value in (0.0, -0.0, 1e-45, 1e-40, 9e-31):
+                for got in run(np.full_like(x, value), weight).values():
+                    assert not got.any()
+        residual = floats(np.random.default_rng(1), rows, 70)
+        sums = answers(
+            lambda x, w, add: native_products.from_units(x, w, residual=add),
+            *(np.zeros_like(x), doors[1][1], residual),
+        )
+        for got in sums.values():
+            np.testing.assert_array_equal(got, residual)
+
+
+@every_width
+def test_any_magnitude_is_as_exact(width):
+    """Powers of two change no rounding; others only that of the scales."""
+    for rows in (1, 20):
+        doors, x = both(rows, width)
+        for (door, weight), segments in zip(doors, (1, 2), strict=True):
+            run = compiled(door, x, weight)
+            for magnitude in (1e-29, 1e-20, 1e20, 1e30):
+                scaled = (x / np.abs(x).max() * magnitude).astype(np.float32)
+                # Steps of spans whose own largest value is under 1e-30 are zero, here as there.
+                how = dict(kernels="native", segments=segments)
+                knowns = [
+                    oracle.product(oracle.known(scaled), weight, **how, widened=widened)
+                    for widened in oracle.reads(weight)
+                ]
+                for got in run(scaled, weight).values():
+                    assert np.isfinite(got).all()
+                    oracle.accept(got, *knowns)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_extreme_levels_do_not_overflow(bits):
+    """-128 is a level that `quantize` never makes but a stranger's bundle may hold; with the largest
+    activations of either sign, sums of pairs in 16 bits are at their limit."""
+    shapes = ((-1, (20, 520)), (-2, (520, 20)))
+    for rows, group, (axis, shape) in itertools.product((1, 20), (0, 32, 64)[bits != 8 :], shapes):
+        drawn = weight_of(np.random.default_rng(0), shape, (bits, group), axis)
+        door = native_products.from_units if axis == -2 else to_units
+        run = compiled(door, np.zeros((rows, 520), np.float32), drawn)
+        for level, sign in itertools.product((-128, 127) if bits == 8 else (-8, 7), (1, -1)):
+            byte = np.int8(level) if bits == 8 else np.uint8((level + 8) * 17)
+            ones = jnp.ones_like(drawn.scale)
+            weight = dataclasses.replace(drawn, data=jnp.full_like(drawn.data, byte), scale=ones)
+            x = np.full((rows, 520), sign * 3.0, np.float32)
+            # Widened weights are rounded to one part in 127 of the largest.
+            rtol = 4e-3 if bits == 4 and group and rows > 1 else 1e-6
+            for kernels, got in run(x, weight).items():
+                np.testing.assert_allclose(got, 520 * 3.0 * sign * level, rtol=rtol, err_msg=kernels)

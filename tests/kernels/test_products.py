@@ -1,5 +1,8 @@
-"""Every product on every processor's kernels, and without any: what it must be, to the last rounding."""
+"""Every product on every processor's kernels, and without any: what it must be, to the last rounding; of
+activations with scales of their own and with a given one; and rows of an embedding."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,10 +10,12 @@ from hypothesis import strategies as st
 
 from jaxllm.kernels import native_products
 from jaxllm.nn import linear
-from jaxllm.nn.layers import Norm
+from jaxllm.nn.layers import Norm, activate
+from jaxllm.nn.linear import FeedForward
+from jaxllm.quant import dequantize, embedding_rows, quantize
 from tests.kernels import oracle
 from tests.kernels.drawing import WIDTHS, answers, every_width, floats, to_units, weight_of
-from tests.kernels.switching import NATIVE, needs_native
+from tests.kernels.switching import needs_native
 from tests.quant.plain import levels_of
 
 # Tile edges: 16 outputs, 64 of a task; 32 inputs, 256 of a span; 6, 12 and 16 rows, 256 of a task.
@@ -197,17 +202,118 @@ def test_many_rows_and_outputs():
     check_feed_forward(40, 130, 300, (4, 32), 0, xla=False, **options)
 
 
-@needs_native
-@pytest.mark.parametrize("kernels", NATIVE)
-def test_the_bounds_see_a_wrong_scale_and_a_missing_block(kernels):
-    """Of the tests above: the least that a broken kernel could do is more than they forgive."""
+STEP_WIDTHS = ((8, 0), (8, 32), (4, 32))
+STEP = np.float32(0.02)
+
+
+def plain(weight) -> np.ndarray:
+    return np.asarray(dequantize(weight, jnp.float32), np.float64)
+
+
+def stepped(x: np.ndarray, step: float = STEP) -> np.ndarray:
+    return np.clip(np.rint(x.astype(np.float32) / np.float32(step)), -127, 127).astype(np.float64) * step
+
+
+def close(got, known) -> None:
+    """One level of an activation may be rounded either way where it is half a step."""
+    np.testing.assert_allclose(got, known, atol=2e-3 * np.abs(known).max())
+
+
+@pytest.mark.parametrize(("rows", "width"), [*zip((19, 1, 19), STEP_WIDTHS, strict=True)], ids=str)
+def test_to_units_by_a_step(rows, width):
+    draw = np.random.default_rng(rows)
+    weight, x = weight_of(draw, (3, 11, 300), width, -1), floats(draw, rows, 300)
+    assert (np.abs(x) > 127 * STEP).any()
+    known = stepped(x) @ plain(weight).reshape(-1, 300).T
+    found = answers(lambda x, w, s: linear.to_units(x, w, step=s, rowwise=True), x, weight, STEP, xla=True)
+    for got in found.values():
+        close(got.reshape(rows, -1), known)
+
+
+@pytest.mark.parametrize(
+    ("shape", "width"), [((300, 70), (8, 0)), ((3, 41, 70), (8, 32)), ((3, 41, 70), (4, 32))], ids=str
+)
+def test_from_units_by_a_step(shape, width):
     draw = np.random.default_rng(0)
-    weight, x = weight_of(draw, (70, 600), (4, 32), -1), floats(draw, 5, 600)
-    known, dense = oracle.product(oracle.known(x), weight, kernels=kernels), oracle.matrix(weight)
-    values = oracle.rounded(oracle.known(x)).value
-    for block in range(0, 600, 32):
-        part = np.s_[block : block + 32]
-        lost = values[:, part] @ dense[part]
-        # One output's group scale off by one part in a thousand; one block's inputs not there.
-        assert np.mean(np.abs(lost) * 1e-3 > known.error) > 0.5
-        assert np.mean(np.abs(lost) > known.error) > 0.99
+    weight, h = weight_of(draw, shape, width, -2), floats(draw, 19, *shape[:-1])
+    residual = floats(draw, 19, 70)
+    known = stepped(h).reshape(19, -1) @ plain(weight).reshape(-1, 70) + residual
+
+    def door(h, w, r, s):
+        return linear.from_units(h, w, residual=r, step=s, rowwise=True)
+
+    for got in answers(door, h, weight, residual, STEP, xla=True).values():
+        close(got, known)
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_blocks_by_steps(gated):
+    """The norm, both products of a block and what lies between, with a step for each product's input."""
+    draw = np.random.default_rng(0)
+    gate, up = (weight_of(draw, (70, 300), (8, 0), -1) for _ in range(2))
+    down = weight_of(draw, (70, 300), (8, 0), -2)
+    x, scale = floats(draw, 19, 300), np.abs(floats(draw, 300))
+    block = FeedForward(up=up, down=down, gate=gate if gated else None, activation="relu")
+    norm = Norm(scale=scale, bias=None, eps=1e-5)
+    steps = np.float32(0.03), np.float32(2.0 if gated else 0.1)
+
+    def door(x, norm, block, steps):
+        return linear.feed_forward(x, norm, block, add_input=True, steps=steps)
+
+    wide = x.astype(np.float64)
+    normed = wide / np.sqrt(np.square(wide).mean(-1, keepdims=True) + 1e-5) * scale
+    products = [stepped(normed, steps[0]) @ plain(each).T for each in (gate, up)]
+    hidden = np.maximum(products[0], 0) * products[1] if gated else np.maximum(products[1], 0)
+    assert (np.abs(hidden) > 127 * steps[1]).any()
+    known = stepped(hidden, steps[1]) @ plain(down) + x
+    for got in answers(door, x, norm, block, steps, xla=True).values():
+        np.testing.assert_allclose(got, known, atol=1e-2 * np.abs(known).max())
+    assert activate(jnp.float32(-1), "relu") == 0
+
+
+def test_what_is_not_finite_is_not_hidden():
+    """A row that holds NaN or infinity gives NaN, and no other row does."""
+    draw = np.random.default_rng(0)
+    out, back = weight_of(draw, (40, 300), (8, 0), -1), weight_of(draw, (300, 40), (8, 0), -2)
+    x = floats(draw, 5, 300)
+    x[1:4, 7] = np.nan, np.inf, -np.inf
+
+    def door(x, out, back, s):
+        return linear.to_units(x, out, step=s), linear.from_units(x, back, step=s)
+
+    for got in answers(door, x, out, back, STEP, xla=True).values():
+        for each in got:
+            assert np.isnan(each[1:4]).all()
+            assert np.isfinite(each[[0, 4]]).all()
+
+
+@pytest.mark.parametrize("shape", [(40, 30), (3, 10, 40)], ids=str)
+def test_integers_elsewhere(shape):
+    """Where there are no blocks, 8-bit weights are multiplied in integers, which the graph shows."""
+    draw = np.random.default_rng(0)
+    x = floats(draw, 4, 30)
+    axis = -2 if shape[-1] == 40 else -1
+    weight = jax.tree.map(jnp.asarray, quantize(draw.normal(size=shape), bits=8, axis=axis))
+    assert native_products.in_integers(weight)
+    door = linear.from_units if axis == -2 else linear.to_units
+    rows = x.reshape(4, *shape[:-1]) if axis == -2 else x
+    graph = jax.jit(lambda x, w, s: door(x, w, step=s)).lower(rows, weight, STEP)
+    assert "xi8>" in graph.as_text()
+    known = stepped(x) @ (plain(weight).reshape(30, 40) if axis == -2 else plain(weight).T)
+    close(graph.compile()(rows, weight, STEP), known)
+
+
+@needs_native
+@every_width
+def test_rows_are_those_of_the_weight(width):
+    """Also more rows than one task takes."""
+    draw = np.random.default_rng(0)
+    for shape, number in (((1, 1), 21), ((37, 70), 21), ((20, 33), 21), ((40, 64), 400)):
+        weight = weight_of(draw, shape, width, -1)
+        tokens = draw.integers(0, shape[0], (1, number), dtype=np.int32)
+        # As in XLA's own gather, an index out of range counts as the nearest, and reads no other memory.
+        tokens[0, :4] = -1, -(2**31), shape[0], 2**31 - 1
+        inside = jnp.asarray(tokens.clip(0, shape[0] - 1))
+        expected = np.asarray(embedding_rows(weight, inside, jnp.dtype("float32")))
+        for kernels, got in answers(lambda w, t: native_products.unit_rows(w, t), weight, tokens).items():
+            np.testing.assert_array_equal(got, expected, err_msg=kernels)

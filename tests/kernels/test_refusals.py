@@ -197,10 +197,6 @@ CALLS = {
             *each("group", I64(32)), *each("bits", I64(8), I64(2)), *each("scale", zeros(2, 88, dtype=U8)),
         ],
     ),
-    "to_units of two weights": Call(
-        "to_units", {"y": Y, "other y": Y}, TO[1], to_units(*OUT) | named("other ", *OUT, NOTHING, NOTHING),
-        UNITS, like="to_units",
-    ),
     "to_units with a shadow": Call(
         "to_units", {"y": Y, "channels": ONE}, TO[1], to_units(*OUT) | {"place": PLACE, "rows": ROWS},
         UNITS | {"shadowed": True}, "a shadow does not fit", "place low, place high, rows less 0",
@@ -329,10 +325,6 @@ CALLS |= {
         "attention", OUTS, SEEN | TREE, {"counts": NO_COUNTS}, HEADS, "seen of a tree",
         "mass none, base high, seen less 1", wrong=each("mass", zeros(1, 4, 32)), like="attention",
     ),
-    "attention without new rows": Call(
-        "attention", OUTS, SEEN | {"k": NOTHING, "v": NOTHING}, {"counts": NO_COUNTS}, HEADS,
-        wrong=each("k", NEW), like="attention",
-    ),
 }  # fmt: skip
 
 # Two stacks of two layers each, whose chunks are nowhere; rows of documents; choices of tokens.
@@ -388,10 +380,6 @@ CALLS |= {
     "random_bits": Call(
         "random_bits", {"y": KEYS}, SEEDS, None, {}, "two uint32 each; as many for each seed",
         "drawn low, drawn high, y more 0",
-    ),
-    "random_bits of two": Call(
-        "random_bits", {"y": KEYS}, {"seed": zeros(2, 2, dtype=U32), "drawn": zeros(2, dtype=I32)}, None, {},
-        taken="drawn low, drawn high",
     ),
     "kth_largest": Call(
         "kth_largest", {"y": KEYS}, {"x": X, "k": zeros(2, dtype=I32)}, None, {},

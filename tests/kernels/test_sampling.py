@@ -74,25 +74,6 @@ def test_noise_is_that_of_jax(seed, monkeypatch):
 
 
 @needs_native
-def test_draws_of_several_requests_are_each_their_own():
-    """Mapped over: seeds and numbers of each, or of all."""
-    seeds, drawn = np.array(SEEDS, np.uint32), np.arange(4, dtype=np.int32)
-
-    def bits(seed, drawn):
-        return native_attention.random_bits(seed, drawn, (2, 300))
-
-    each = np.stack([bits(seed, number) for seed, number in zip(seeds, drawn, strict=True)])
-    np.testing.assert_array_equal(jax.vmap(bits)(seeds, drawn), each)
-    same = np.stack([bits(seeds[1], number) for number in drawn])
-    np.testing.assert_array_equal(jax.vmap(lambda n: bits(seeds[1], n))(drawn), same)
-    x = np.random.default_rng(0).normal(size=(4, 3, 50)).astype(np.float32)
-    k = np.array([1, 5, 49, 50], np.int32)
-    expected = np.stack([native_attention.kth_largest(*both) for both in zip(x, k, strict=True)])
-    np.testing.assert_array_equal(jax.vmap(native_attention.kth_largest)(x, k), expected)
-    np.testing.assert_array_equal(jax.vmap(native_attention.largest)(x), np.argmax(x, axis=-1))
-
-
-@needs_native
 @settings(max_examples=60)
 @given(st.data())
 def test_the_kth_largest_is_that_of_a_sort(data):

@@ -142,18 +142,6 @@ def test_beginning_reads_no_low_plane_and_finishing_no_high_planes_of_gate_and_u
     np.testing.assert_array_equal(np.asarray(out), np.asarray(whole))
 
 
-def test_tiles_that_are_left_stay_as_they_were():
-    case = Case(["nested"] * 3, 23)
-    _, begun = case.nothing()
-    before = np.random.default_rng(3).standard_normal((46, D)).astype(np.float32)
-    actions = (np.arange(case.count) % 2).astype(I32)
-    found, whole = np.asarray(case.stored(actions, before, begun)[0]), case.resident()
-    for at in range(len(case.ids)):
-        start = int(case.tiles.start[at])
-        rows = slice(start, start + int(case.tiles.size[at]))
-        np.testing.assert_array_equal(found[rows], (whole if actions[at] else before)[rows])
-
-
 # One token that visits experts 0 and 1 of 2.
 X, Y = zeros(1, D), zeros(2, D)
 TILES = [zeros(2, 1, dtype=I32), np.array([0, 1], I32), np.ones(2, I32), I32(2)]
@@ -174,15 +162,12 @@ def ask(part: str, forms: list[str], at: dict[int, Any] | None = None, **options
 
 REFUSED: dict[str, tuple[str, dict[int, Any], dict[str, Any]]] = {
     "narrow activations": ("at least one row", {0: X.astype(np.float16)}, {}),
-    "a short norm": ("norm's scale", {6: zeros(D - 1)}, {}),
     "an expert behind the last high plane": ("a tile lies outside", {2: np.array([0, 4], I32)}, {}),
     "an unknown action": ("no such action", {5: 4 * ONE}, {}),
-    "no units": ("three weights", {}, {"units": np.int64(0)}),
     "more experts than in the table": ("not in the table", {2: ONE * 2}, {"experts": np.int64(4)}),
     "more units": ("shape does not fit", {10: NONE}, {"units": np.int64(F + 16)}),
     "a closed table": ("weight table is closed", {7: np.array([1, 77], np.uint32)}, {}),
     "no table": ("an operand is missing", {7: zeros(0, dtype=np.uint32)}, {}),
-    "floats as what was begun": ("what was begun", {10: KEPT.astype(np.float32)}, {}),
     "no room for what is begun": ("only one row of a nested", {5: 2 * ONE, 10: NONE}, {}),
     "a high plane alone that is begun": ("only one row of a nested", {2: 2 * ONE, 5: 2 * ONE}, {}),
 }  # fmt: skip

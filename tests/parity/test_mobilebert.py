@@ -77,15 +77,6 @@ def test_transformers_computes_what_we_compute(cfg, tmp_path):
         np.testing.assert_array_equal(again[name], value)
 
 
-def test_padding_is_what_a_row_alone_does_not_have(tmp_path):
-    """With an embedding of padding that is not zero, too."""
-    write_encoder(tmp_path, MOBILE, params_of(MOBILE))
-    model, got = load(tmp_path), our_hidden(MOBILE, params_of(MOBILE))
-    for row, length in enumerate(LENGTHS):
-        alone = (each[row : row + 1, :length] for each in (TOKENS, MASK))
-        assert np.abs(got[row, :length] - their_hidden(model, *alone)[0]).max() < TOLERANCE
-
-
 @pytest.mark.parametrize(
     ("name", "head", "keys"),
     [
