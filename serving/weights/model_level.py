@@ -109,10 +109,6 @@ class ModelLevel:
         self.weights, self.params, self.encoder = prepared.weights, prepared.params, prepared.encoder
         self.weights_version = prepared.version
 
-    def swap(self, weights: Params) -> None:
-        """Applies prepared parameters: `put` of `prepared`."""
-        self.put(self.prepared(weights))
-
     @property
     def shapes(self) -> ModelShapes:
         """The shapes from which buckets of this level are lowered."""
