@@ -265,7 +265,7 @@ def benchmark(
                 bench = ask(bench)
                 room = importlib.import_module(f"{ask.__module__}.run")
                 rows, draw = room.run(bench), getattr(room, "draw", None)
-            emit(name, rows, functools.partial(draw, kept=bench.kept) if bench.kept else draw, **how)
+            emit(name, rows, functools.partial(draw, kept=bench.kept) if draw and bench.kept else draw, **how)
 
         declared = [
             click_option(plan, field.name, *field.metadata["flags"], **field.metadata["how"])
