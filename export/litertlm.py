@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError, TemplateError, one_line
 from jaxllm.export.contents import require_contents, require_family, require_format
 from jaxllm.export.converter import Sharing, Traced, convert, share_buffers, traced
@@ -52,7 +52,7 @@ from jaxllm.export.tflite import FILE, tflite_models
 from jaxllm.files.atomic import atomic_file
 from jaxllm.kv.cache import Past, TokenPositions, write_rows
 from jaxllm.models.decoder import embed_tokens, forward_layer, logits
-from jaxllm.models.features import require_room
+from jaxllm.models.features import require_feature
 from jaxllm.models.layer import LayerParams, rotary_by_rope
 from jaxllm.models.layer_stack import layer_of
 from jaxllm.nn.layers import normalize
@@ -123,14 +123,14 @@ def export_litertlm(
       ConfigError: the plan has several levels, token trees, blocks or short caches, or see `export_tflite`.
     """
     require_format("litertlm")
-    levels = [each for each in subject.levels if each != WHOLE]
+    levels = [each for each in subject.levels if each != FULL_LEVEL]
     require_contents("litertlm", plan, levels=len(levels), adapters=subject.adapters is not None)
     require_family("litertlm", precision, subject.cfg, levels=bool(levels))
     plan = dataclasses.replace(plan, cache_tokens=())
-    level = levels[0] if levels else WHOLE
+    level = levels[0] if levels else FULL_LEVEL
     # Ranges are of the level's products.
-    ranges = None if ranges is None else {WHOLE: ranges[level]}
-    if level != WHOLE and precision == "w8a8" and subject.calibration and not plan.without_shadow:
+    ranges = None if ranges is None else {FULL_LEVEL: ranges[level]}
+    if level != FULL_LEVEL and precision == "w8a8" and subject.calibration and not plan.without_shadow:
         raise ConfigError(
             f"a {SUFFIX} file of level {level} has no shadow; export it with --precision int8, or say "
             "--without-shadow and measure what it loses"
@@ -147,7 +147,7 @@ def export_litertlm(
             )
         models, sharing = npu_models(subject, plan, progress)
     else:
-        signatures = plan.signatures(WHOLE, lambda _: FILE)
+        signatures = plan.signatures(FULL_LEVEL, lambda _: FILE)
         made, sharing = tflite_models(
             subject, plan, signatures, precision=precision, ranges=ranges, progress=progress
         )
@@ -289,7 +289,7 @@ def npu_models(
             f"the models of an NPU have one length of chunks, not {plan.chunk_tokens}; give one "
             "--chunk-tokens, as 128"
         )
-    parts, weights = list(_parts(subject.cfg, plan)), subject.weights(WHOLE)
+    parts, weights = list(_parts(subject.cfg, plan)), subject.weights(FULL_LEVEL)
     embedding = {name: each for name, each in weights.items() if name.startswith("embed.")}
     given = {EMBEDDER: embedding, AUX: {}, PREFILL_DECODE: weights}
     made: dict[str, list[Traced]] = {model: [] for model in given}
@@ -332,7 +332,7 @@ def require_divisible(cfg: ModelConfig) -> None:
     Raises:
       ConfigError: its positions are not only angles, or its layers have windows of several lengths.
     """
-    require_room(cfg, "tflite")
+    require_feature(cfg, "tflite")
     ropes = [each for each in (cfg.rope, cfg.local_rope) if each is not None]
     windows = {each for each in cfg.attention_windows if each}
     for lacking, feature in (

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import read_recovery, require_level
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.folder import new_folder
 from jaxllm.models.architectures import architecture
@@ -101,7 +101,7 @@ class PlainParam:
         return np.asarray(self)[index]
 
 
-def read_plain(bundle: Bundle, *, level: int = WHOLE, adapter: Path | None = None) -> PlainModel:
+def read_plain(bundle: Bundle, *, level: int = FULL_LEVEL, adapter: Path | None = None) -> PlainModel:
     """Opens a level of an open bundle as a plain model; nothing is read yet.
 
     Args:
@@ -115,19 +115,19 @@ def read_plain(bundle: Bundle, *, level: int = WHOLE, adapter: Path | None = Non
     require_decoder_alone(bundle.cfg, "plain models")
     if bundle.layout.experts_apart:
         raise ConfigError(
-            f"{bundle.path} has its experts apart; export the bundle that it was made of, or prepare the "
-            "model without --expert-bits"
+            f"{bundle.path} has its experts stored separately; export the bundle that it was made of, or prepare "
+            "the model without --expert-bits"
         )
     changes: list[tuple[Adapter, float]] = []
     if adapter is not None:
         lora, change = read_adapter_of(bundle, adapter)
         changes.append((change, lora.scaling))
-    recovery = None if level == WHOLE else read_recovery(bundle, level)
+    recovery = None if level == FULL_LEVEL else read_recovery(bundle, level)
     if recovery is not None:
         changes.append((recovery.adapter, recovery.scaling))
     return PlainModel(
         name=bundle.layout.name,
-        cfg=bundle.cfg if level == WHOLE else require_level(bundle, level),
+        cfg=bundle.cfg if level == FULL_LEVEL else require_level(bundle, level),
         tokenizer=bundle.tokenizer_files(),
         bundle=bundle,
         changes=tuple(changes),

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.bundle.tiny_lm import TinyLm
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.contexts.codecs import find_codec
 from jaxllm.elastic.compression import row_lengths
 from jaxllm.errors import ConfigError
@@ -90,7 +90,7 @@ class ExportPlan:
     block_tokens: int = option(0, low=0, high=64)
     cache_tokens: tuple[int, ...] | None = option(None, low=2, ascending=True)
     encode_tokens: tuple[int, ...] = ()
-    levels: tuple[int, ...] = option((), low=1, high=WHOLE, ascending=True)
+    levels: tuple[int, ...] = option((), low=1, high=FULL_LEVEL, ascending=True)
     without_shadow: bool = False
     static_verify: bool = False
     masked: bool = False
@@ -238,7 +238,7 @@ def tiny_signatures(tiny: TinyLm | None, file: Callable[[str], str]) -> list[Sig
     if tiny is None:
         return []
     return [
-        Signature(kind="tiny_lm", tokens=each, level=WHOLE, file=file(f"tiny_lm_{each}"))
+        Signature(kind="tiny_lm", tokens=each, level=FULL_LEVEL, file=file(f"tiny_lm_{each}"))
         for each in row_lengths(tiny.row_tokens)
     ]
 

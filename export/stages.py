@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.converter import Traced, convert, share_buffers, traced
 from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, StageFacts, stage_inputs, stage_name
@@ -40,7 +40,7 @@ from jaxllm.int8_prefill.shadow import OUT, PROJECT, WIDEN, matrices_of
 from jaxllm.int8_prefill.subgraphs import block_weights
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.decoder import embed_tokens
-from jaxllm.models.features import require_room
+from jaxllm.models.features import require_feature
 from jaxllm.models.layer import LayerParams, attend_cache, normed_heads
 from jaxllm.models.layer_stack import layer_of
 from jaxllm.models.parameters import Params
@@ -60,7 +60,7 @@ def stage_facts(subject: Subject, plan: ExportPlan) -> StageFacts:
     Raises:
       ConfigError: the model cannot be divided so, or accepts adapters as an input.
     """
-    require_room(subject.cfg, "integer prefill")
+    require_feature(subject.cfg, "integer prefill")
     if subject.adapters is not None:
         raise ConfigError("stages take no adapters as an input; leave --stages or --adapter-input out")
     calibration = None if plan.without_shadow else subject.calibration
@@ -84,7 +84,7 @@ def stage_models(
       scales: scales of its weights.
       cache_tokens: length of caches (S).
     """
-    cfg, weights = subject.cfg, subject.weights(WHOLE)
+    cfg, weights = subject.cfg, subject.weights(FULL_LEVEL)
     made: dict[Processor, list[Traced]] = {each: [] for each in PROCESSORS}
     # For each weight, a function that makes its product on a processor.
     static: Mapping[Processor, Mapping[str, Callable[[Mapping[str, Weight]], Any]]] = {

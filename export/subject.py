@@ -13,7 +13,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import read_prefill
 from jaxllm.bundle.levels import Recovery, read_recovery, require_level
 from jaxllm.bundle.tiny_lm import TinyLm, read_tiny_lm
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.export.folder_format.parts import (
     INPUT_LEFT,
@@ -26,7 +26,7 @@ from jaxllm.export.folder_format.parts import (
 )
 from jaxllm.int8_prefill.calibration import PrefillCalibration
 from jaxllm.kernels.native import without_native_kernels
-from jaxllm.models.features import require_room
+from jaxllm.models.features import require_feature
 from jaxllm.models.lora import (
     MAX_RANK,
     LoraConfig,
@@ -102,7 +102,7 @@ class Subject:
     @property
     def cfg(self) -> ModelConfig:
         """The whole model."""
-        return self.levels[WHOLE].cfg
+        return self.levels[FULL_LEVEL].cfg
 
     def without_calibration(self) -> "Subject":
         """The same model as if its bundle were not calibrated."""
@@ -115,8 +115,8 @@ class Subject:
 
 def only_level(subject: Subject, level: int) -> Subject:
     """A level as a standalone model, with arrays cut to its units; the whole model unchanged."""
-    if level == WHOLE:
-        return dataclasses.replace(subject, levels={WHOLE: subject.levels[WHOLE]})
+    if level == FULL_LEVEL:
+        return dataclasses.replace(subject, levels={FULL_LEVEL: subject.levels[FULL_LEVEL]})
     entry = subject.levels[level]
     arrays = {name: np.ascontiguousarray(each) for name, each in subject.weights(level).items()}
     weights = {name: Argument(stored=name, shape=each.shape) for name, each in arrays.items()}
@@ -124,7 +124,7 @@ def only_level(subject: Subject, level: int) -> Subject:
         subject,
         name=f"{subject.name} at level {level}",
         arrays=arrays,
-        levels={WHOLE: ProgramLevel(cfg=entry.cfg, weights=weights)},
+        levels={FULL_LEVEL: ProgramLevel(cfg=entry.cfg, weights=weights)},
         calibration=None,
     )
 
@@ -156,13 +156,16 @@ def read_subject(
         )
     dtype = np.dtype(np.float32) if dtype is None else dtype
     with without_native_kernels(), Bundle.open(path) as bundle:
-        require_room(bundle.cfg, "programs")
+        require_feature(bundle.cfg, "programs")
         if bundle.layout.weights not in PORTABLE_WEIGHTS:
             raise ConfigError(
                 f"{path} has {bundle.layout.weights} weights, a width that the native kernels alone read "
                 f"(native-only width); prepare the model with --weights {' or '.join(PORTABLE_WEIGHTS)}"
             )
-        cfgs = {WHOLE: bundle.cfg, **{each: require_level(bundle, each) for each in levels if each != WHOLE}}
+        cfgs = {
+            FULL_LEVEL: bundle.cfg,
+            **{each: require_level(bundle, each) for each in levels if each != FULL_LEVEL},
+        }
         params, model = bundle.load(), bundle.fingerprint
         if adapter is not None:
             lora, change = read_adapter_of(bundle, adapter)
@@ -180,7 +183,7 @@ def read_subject(
                 for name, array in arrays.items()
                 if name in params
             }
-            recovery = None if level == WHOLE else read_recovery(bundle, level)
+            recovery = None if level == FULL_LEVEL else read_recovery(bundle, level)
             if recovery is not None:
                 sides = _sides(recovery, dtype)
                 arrays |= {f"level_{level}.{name}": side for name, side in sides.items()}

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.contents import require_family, require_format
 from jaxllm.export.converter import Sharing, convert, share_buffers, traced
@@ -40,7 +40,7 @@ from jaxllm.export.signatures import ExportPlan, step_shapes, step_weights, subj
 from jaxllm.export.stages import stage_facts, stage_models
 from jaxllm.export.steps.exported import ParamsOf, with_adapters
 from jaxllm.export.subject import Subject
-from jaxllm.models.features import require_room
+from jaxllm.models.features import require_feature
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import Prefix, Weight
 from jaxllm.serving.host.progress import Progress
@@ -120,7 +120,7 @@ def tflite_models(
 ) -> tuple[dict[str, bytes], Sharing]:
     """The model of all signatures and those of any `stages`, by file name, and the bytes of the former's
     weights (see `export_tflite`); `plan` is resolved."""
-    require_room(subject.cfg, "tflite")
+    require_feature(subject.cfg, "tflite")
     if precision not in PRECISIONS:
         raise ConfigError(f"a tflite model is {', '.join(PRECISIONS)}, not {precision}; choose one")
     require_family("tflite", precision, subject.cfg, levels=len(subject.levels) > 1)
@@ -156,7 +156,7 @@ def tflite_models(
     model, sharing = share_buffers(convert(made), halves)
     models = {FILE: model}
     if stages is not None:
-        models |= stage_models(*static[WHOLE], stages, scales, cache_tokens=plan.context_tokens)
+        models |= stage_models(*static[FULL_LEVEL], stages, scales, cache_tokens=plan.context_tokens)
     return models, sharing
 
 

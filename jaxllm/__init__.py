@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from jaxllm.serving.ground.int8_prefill_options import PrefillOptions as PrefillOptions
     from jaxllm.serving.ground.options import EngineOptions as EngineOptions
     from jaxllm.serving.ground.plan import Plan as Plan
-    from jaxllm.serving.ground.prompt_rows import PromptRows as PromptRows
+    from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings as PromptEmbeddings
     from jaxllm.serving.ground.speculation_options import SpeculationOptions as SpeculationOptions
     from jaxllm.serving.ground.storage import Storage as Storage
     from jaxllm.serving.guided.grammar import Grammar as Grammar
@@ -84,7 +84,7 @@ _PUBLIC = {
     "serving.ground.int8_prefill_options": "PrefillOptions",
     "serving.ground.options": "EngineOptions",
     "serving.ground.plan": "Plan",
-    "serving.ground.prompt_rows": "PromptRows",
+    "serving.ground.prompt_embeddings": "PromptEmbeddings",
     "serving.ground.speculation_options": "SpeculationOptions",
     "serving.guided.grammar": "Grammar",
     "serving.ground.storage": "Storage",

@@ -30,7 +30,7 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "clamped_swiglu"]
 MAX_LAYERS = 1 << 12
 MAX_EXPERTS = 1 << 10
 # The level of the whole model, in percent.
-WHOLE = 100
+FULL_LEVEL = 100
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

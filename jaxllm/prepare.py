@@ -1,5 +1,5 @@
 """Prepares bundles from Hugging Face folders and GGUF files, and from a mixture's bundle one with its experts
-stored apart."""
+stored separately."""
 
 import math
 import os
@@ -16,7 +16,7 @@ from jaxllm.checkpoints.gguf_file import is_gguf
 from jaxllm.checkpoints.huggingface import Checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.models.features import require_room
+from jaxllm.models.features import require_feature
 from jaxllm.models.parameters import parameter_count, sparse_layers
 from jaxllm.quant import QArray
 from jaxllm.quant.weights import RowParts
@@ -70,7 +70,7 @@ def prepare(
             own, cfg = bundle.layout.weights, bundle.cfg
             if not apart:
                 raise CheckpointError(
-                    f"{folder} is a bundle; of a mixture, name --expert-bits to lay its experts apart"
+                    f"{folder} is a bundle; of a mixture, name --expert-bits to lay its separate experts"
                 )
             if weights not in (None, own) or ignore_keys:
                 raise CheckpointError(
@@ -112,7 +112,7 @@ def prepare(
             "without --expert-bits, then the bundle with them"
         )
     if apart:
-        require_room(cfg, "experts apart")
+        require_feature(cfg, "separate experts")
     total = parameter_count(cfg)
 
     def counted() -> Iterator[tuple[str, _Stored | Kept]]:

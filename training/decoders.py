@@ -30,7 +30,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.files.input_files import read_json
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.models import parameters
-from jaxllm.models.features import require_decoder_alone, require_room
+from jaxllm.models.features import require_decoder_alone, require_feature
 from jaxllm.models.lora import LoraConfig, adapt, adapted_parameters, init_adapter
 from jaxllm.models.parameters import Params
 from jaxllm.options import option
@@ -378,7 +378,7 @@ def train_lora(recipe: LoraRecipe, model: Path, run: Run, *, weights: WeightForm
         weights = recipe.frozen_in
     mesh = run.mesh(recipe)
     frozen = FrozenModel.read(model, weights, mesh=mesh, stack=True)
-    require_room(frozen.cfg, "adapters")
+    require_feature(frozen.cfg, "adapters")
     require_trainable(frozen.cfg, recipe, "adapters")
     # Shorter rows are a multiple of as many, which the mesh divides as well.
     recipe = fitted_to_window(recipe, frozen.cfg, run)

@@ -12,9 +12,10 @@ idea alone. The baselines, by their names in LLMS (arXiv 2403.11805, section 4):
 - jaxllm-no-compression, -no-pipeline, -no-lifecycle: ours without one of its three techniques: all chunks at
   8 bits; missing chunks only read; least recently used chunks first, written when they leave.
 - jaxllm-no-overlap: ours, whose prompts are computed when all chunks have been read, as those of baselines.
-- jaxllm-attend-coded: ours with `EngineOptions.attend_coded`; the others decode chunks into a cache.
+- jaxllm-attend-quantized-kv: ours with `EngineOptions.attend_quantized_kv`; the others decode chunks into a
+  cache.
 
-The part `resident` has `attend_coded` on as `jaxllm`, and off as `jaxllm-decoded`.
+The part `resident` has `attend_quantized_kv` on as `jaxllm`, and off as `jaxllm-decoded`.
 
 A switch is timed from the call until its first token: chunks of others are evicted, and written if they were
 not written ahead, missing chunks are restored into the cache, and the new prompt is computed, with the

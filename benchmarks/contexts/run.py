@@ -78,7 +78,9 @@ def _timed_rows(systems: switching.Systems) -> list[Row]:
         if "ablations" in plan.parts:
             # Ours runs again itself, for machines change their pace.
             ablations = [
-                each for each in switching.ABLATIONS if native.kernels().native or not each.attend_coded
+                each
+                for each in switching.ABLATIONS
+                if native.kernels().native or not each.attend_quantized_kv
             ]
             found = systems.all_switches([switching.SYSTEMS[0], *ablations], cell)
             rows += switch_rows(f"ablation: {cell.name}", found, device)

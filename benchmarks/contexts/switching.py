@@ -49,20 +49,20 @@ class System:
       name: as rows have it.
       codec: of `EngineOptions.kv_codec`.
       options: of the manager; folder, budget and storage are those of a measurement.
-      attend_coded: see `EngineOptions`.
+      attend_quantized_kv: see `EngineOptions`.
     """
 
     name: str
     codec: str
     options: ContextOptions
-    attend_coded: bool = False
+    attend_quantized_kv: bool = False
 
 
-def _system(name: str, codec: str = "channel", *, attend_coded: bool = False, **how: Any) -> System:
+def _system(name: str, codec: str = "channel", *, attend_quantized_kv: bool = False, **how: Any) -> System:
     # No baseline shares anything: a ratio shows the switch alone.
     usual = {"ratio": 0.5, "writing": "ahead", "overlap_prompt": False, "share_beginnings": False}
     options = ContextOptions(folder="", **usual | how)
-    return System(name=name, codec=codec, options=options, attend_coded=attend_coded)
+    return System(name=name, codec=codec, options=options, attend_quantized_kv=attend_quantized_kv)
 
 
 def _ours(ablation: str = "", **how: Any) -> System:
@@ -83,7 +83,7 @@ ABLATIONS = (
     _ours("-no-pipeline", recompute=False),
     _ours("-no-lifecycle", policy="lru", writing="at-eviction"),
     _ours("-no-overlap", overlap_prompt=False),
-    _ours("-attend-coded", attend_coded=True),
+    _ours("-attend-quantized-kv", attend_quantized_kv=True),
 )
 
 
@@ -151,7 +151,7 @@ def keep(histories: Sequence[History], contexts: Contexts) -> list[Context]:
         context = Context(contexts, contexts.create("bench"))
         session, length = Session(), len(tokens)
         turn = contexts.begin(context.record, session, prompt_tokens=length, most_tokens=length)
-        if contexts.engine.options.attend_coded and cache.coded is None:
+        if contexts.engine.options.attend_quantized_kv and cache.coded is None:
             cache = dataclasses.replace(cache, coded=no_chunks(contexts.engine.options))
         # A copy: dispatches donate the cache.
         session.tokens, session.cache = list(tokens), copied(cache)
@@ -301,7 +301,7 @@ class Systems:
             return self._engines[key]
         options = EngineOptions(
             context_tokens=self._context_tokens, kv_codec=codec, kv_chunk_tokens=chunk_tokens,
-            attend_coded=coded,
+            attend_quantized_kv=coded,
         )  # fmt: skip
         weights = bench.plan.weights if bench.shape else None
         engine = Engine.open(bench.path(), weights=weights, options=options, progress=bench.progress)
@@ -335,7 +335,7 @@ class Systems:
     def switches(self, system: System, cell: Cell, chunk_tokens: int = CHUNK_TOKENS) -> Switches:
         """A cell's trace on a system."""
         trace, histories = self.trace(cell.pattern, cell.contexts)
-        engine = self.engine(system.codec, chunk_tokens, coded=system.attend_coded)
+        engine = self.engine(system.codec, chunk_tokens, coded=system.attend_quantized_kv)
         found = replay(system, engine, trace, histories, cell=cell, seed=self.bench.plan.seed)
         apart = f", {cell.interval_s:g} s between calls" if cell.interval_s else ""
         means = found.metrics

@@ -35,7 +35,7 @@ from jaxllm.bundle import Bundle, WeightFormat, write_bundle
 from jaxllm.bundle.levels import Recovery, elastic_parts, read_ladder, read_recovery
 from jaxllm.checkpoints.huggingface import read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.elastic.ladder import Ladder, is_unit_parameter, layer_parameters, sub_config
 from jaxllm.errors import ConfigError
 from jaxllm.models.lora import LoraConfig, init_adapter
@@ -144,7 +144,7 @@ def plain_models(paths: Sequence[Path], *, weights: WeightFormat, options: Engin
         # Before the engine maps it: what is mapped stays in the page cache.
         change_ms = swap_ms(file)
         engine = Engine.open(path, weights=width, options=options)
-        sizes.append(Size(path.resolve().name, engine, WHOLE, change_ms))
+        sizes.append(Size(path.resolve().name, engine, FULL_LEVEL, change_ms))
     return sorted(sizes, key=lambda each: layer_parameters(each.engine.cfg))
 
 
@@ -178,7 +178,7 @@ def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) ->
     Raises:
       ConfigError: there is not one importance per layer.
     """
-    whole, cfg = engine.runner_at(WHOLE), engine.cfg.whole
+    whole, cfg = engine.runner_at(FULL_LEVEL), engine.cfg.whole
     if len(importance) != cfg.layers:
         raise ConfigError(f"{len(importance)} importances of layers for a model of {cfg.layers}")
     # A table of its own: numbers of layers are no levels.
@@ -190,8 +190,8 @@ def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) ->
         table.add_level(level, model.shapes, None if store is None else store.of(part, params))
         runners[level] = ResidentRunner(model, table)
 
-    add(WHOLE, cfg, params)
-    counts = list(range(1, min(cfg.layers, WHOLE)))
+    add(FULL_LEVEL, cfg, params)
+    counts = list(range(1, min(cfg.layers, FULL_LEVEL)))
     if subsets and counts:
         spread = np.linspace(max(1, cfg.layers // 4), counts[-1], min(subsets, len(counts)))
         counts = sorted({*spread.round().astype(int).tolist()})
@@ -245,7 +245,7 @@ def elastic_shape(
         cfg = SHAPES[name]
         tokenizer, params = read_tokenizer(folder), read_params(folder, cfg)
         levels: tuple[int, ...] = Ladder().levels
-        adapted = [level for level in levels if level != WHOLE]
+        adapted = [level for level in levels if level != FULL_LEVEL]
         if like is not None:
             ladder, tokenizer = read_ladder(like), like.tokenizer_files()
             _require_levels(like.path, ladder)
@@ -434,7 +434,7 @@ def time_rows(profile: DeviceProfile) -> list[Row]:
     """Rows of every level's times, each against the whole model's."""
     rows = []
     for metric, times_of in (("ttft_ms", profile.ttft_ms), ("tpot_ms", profile.tpot_ms)):
-        whole = times_of[profile.levels.index(WHOLE)]
+        whole = times_of[profile.levels.index(FULL_LEVEL)]
         for level, times in zip(profile.levels, times_of, strict=True):
             for tokens, value, of_whole in zip(profile.tokens, times, whole, strict=True):
                 against = {"baseline": "whole model", "ratio": of_whole / value}
@@ -444,7 +444,7 @@ def time_rows(profile: DeviceProfile) -> list[Row]:
 
 def own_bytes(engine: Engine, level: int) -> int:
     """Bytes of a level's weights outside of the whole model's memory, without its recovery adapter."""
-    shared = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine.runner_at(WHOLE).params)}
+    shared = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(engine.runner_at(FULL_LEVEL).params)}
     weights = [getattr(weight, "base", weight) for weight in engine.runner_at(level).params.values()]
     leaves = [leaf for leaf in jax.tree.leaves(weights) if leaf.unsafe_buffer_pointer() not in shared]
     return sum(leaf.nbytes for leaf in leaves)
@@ -472,7 +472,7 @@ def move(engine: Engine, level: int) -> tuple[float, int]:
     parts = [
         # As many bytes as the level has, from anywhere in the buffer.
         np.asarray(leaf).reshape(-1)[: -(-leaf.size * kept[name] // sizes[name])]
-        for name, weight in engine.runner_at(WHOLE).model.weights.items()
+        for name, weight in engine.runner_at(FULL_LEVEL).model.weights.items()
         if is_unit_parameter(name)
         for leaf in jax.tree.leaves(getattr(weight, "base", weight))
     ]

@@ -21,7 +21,7 @@ from benchmarks.elastic.baselines import SHORTENED, Size
 from benchmarks.harness.bench import silent
 from benchmarks.harness.report import OURS
 from benchmarks.traces import ANSWER_TOKENS, TraceRequest
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.elastic.slo import Slo
 from jaxllm.serving.elastic.planner import MARGIN, Planner, Proposer
 from jaxllm.serving.elastic.profile import DeviceProfile
@@ -347,13 +347,13 @@ def ablations(
       pass_ms, planning_ms: see `plan_times`; the latter is in the times of ours.
     """
     least = least_times(ours, pass_ms)
-    plans = np.array([key != (WHOLE, 1.0) for key in ours.keys])
+    plans = np.array([key != (FULL_LEVEL, 1.0) for key in ours.keys])
     decided = least.later((planning_ms - pass_ms)[:, None] * plans)
     # How often each variant is right about the questions of a request's task, known in hindsight.
     tasks, indices = np.array([each.task for each in asked.trace]), np.asarray(asked.indices)
     accuracies = [ours.right[np.unique(indices[tasks == task])].mean(0) for task in tasks]
     whole_prompts = [place for place, (_, ratio) in enumerate(ours.keys) if ratio == 1]
-    whole_models = [place for place, (level, _) in enumerate(ours.keys) if level == WHOLE]
+    whole_models = [place for place, (level, _) in enumerate(ours.keys) if level == FULL_LEVEL]
     return {
         f"{OURS}-random": asked.run(decided, at_random(seed)),
         f"{OURS}-fixed": asked.run(least, ranked(np.array(accuracies)), margin=1.0),

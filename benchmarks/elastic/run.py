@@ -19,7 +19,7 @@ from benchmarks.harness.report import OURS, Figure, Row, compared, draw_figures,
 from benchmarks.samples import read_examples
 from benchmarks.traces import TRACE_TASKS, Outcome, make_trace, replay, totals
 from jaxllm.bundle.tiny_lm import read_tiny_lm
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError
 from jaxllm.serving.elastic.objectives import CONFIDENCE, Cost, SafetyMargin, meets
@@ -130,8 +130,8 @@ def _asked(engine: Engine, profile: DeviceProfile, plan: Plan) -> decisions.Aske
         questions=questions,
         indices=[places[id(request.example)] for request in trace],
         whole_ms=(
-            np.array([profile.ttft(WHOLE, each) for each in lengths]),
-            np.array([profile.tpot(WHOLE, each) for each in lengths]),
+            np.array([profile.ttft(FULL_LEVEL, each) for each in lengths]),
+            np.array([profile.tpot(FULL_LEVEL, each) for each in lengths]),
         ),
     )
 

@@ -52,7 +52,7 @@ def run(bench: Run[Plan]) -> list[Row]:
     """Measures a mixture: of random weights, calibrated, or of an encoder-decoder by its tasks.
 
     Raises:
-      ConfigError: a bundle's experts are not stored apart, or the model is asked as it does not answer.
+      ConfigError: a bundle's experts are not stored separately, or the model is asked as it does not answer.
       CheckpointError: a model cannot be opened.
     """
     plan, progress = bench.plan, bench.progress

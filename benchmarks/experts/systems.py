@@ -44,7 +44,7 @@ from jaxllm.checkpoints.huggingface import read_config, read_params, write_folde
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.features import require_room
+from jaxllm.models.features import require_feature
 from jaxllm.prepare import prepare
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.request import GenerationConfig
@@ -63,16 +63,16 @@ _FLOAT_BITS = {"f32": 32, "bf16": 16}
 
 
 def config_of(mixed: Sequence[Path]) -> ModelConfig:
-    """The model that all bundles hold, with its experts apart.
+    """The model that all bundles hold, with its experts stored separately.
 
     Raises:
-      ConfigError: a bundle's experts are not stored apart, or bundles are of several models.
+      ConfigError: a bundle's experts are not stored separately, or bundles are of several models.
       CheckpointError: a bundle cannot be opened.
     """
     found = set()
     for path in mixed:
         with Bundle.open(path) as bundle:
-            require_room(bundle.cfg, "experts apart")
+            require_feature(bundle.cfg, "separate experts")
             if not bundle.layout.experts_apart:
                 raise ConfigError(
                     f"{path} stores its experts together; make a bundle by `jaxllm calibrate experts`"
@@ -103,9 +103,10 @@ class Setting(Conditions):
     """The same model, memory and storage for all systems.
 
     Attributes:
-      bundles: the model as each system needs it: "mixed", calibrated, with experts apart at their own widths;
-        "floats", apart at the checkpoint's width; "four_bit", apart, all at 4 bits; "together", at the
-        checkpoint's width with experts within layers, to be resident; "layers", all matrices at 4 bits.
+      bundles: the model as each system needs it: "mixed", calibrated, with experts stored separately at their
+        own widths; "floats", apart at the checkpoint's width; "four_bit", apart, all at 4 bits; "together",
+        at the checkpoint's width with experts within layers, to be resident; "layers", all matrices at 4
+        bits.
       buffer_experts: room of ours, in experts at 4 bits.
       equal: whether baselines that load on demand have a buffer of as many bytes as ours, from which those
         go that were used longest ago; else they have none.
@@ -167,7 +168,8 @@ def make_bundles(folder: Path, mixed: Path, progress: Progress = silent) -> dict
 def _made(
     folder: Path, mixed: Path, forms: Mapping[str, Mapping[str, Any]], progress: Progress = silent
 ) -> dict[str, Path]:
-    """Bundles by name, of a folder in several forms; those with experts apart have the same statistics."""
+    """Bundles by name, of a folder in several forms; those with experts stored separately have the same
+    statistics."""
     with Bundle.open(mixed) as bundle:
         parts, key = copied_parts(bundle), f"{bundle.fingerprint[:16]}-{content_key(folder)[:16]}"
     found = {}

@@ -36,7 +36,7 @@ from jaxllm.bundle.calibrations import prefill_parts
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.checkpoints.huggingface import read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.programs.model import open_program
 from jaxllm.int8_prefill import calibration as fitted_by
@@ -263,7 +263,7 @@ def pruned_calibrations(
         for name, clips in choices.items():
             clipped = tuple(clip and not own for clip, own in zip(clips, shadowed, strict=True))
             calibration = fitted_by.assembled(
-                cfg, floats, counts, levels={WHOLE: steps}, shadowed=shadowed, clipped=clipped
+                cfg, floats, counts, levels={FULL_LEVEL: steps}, shadowed=shadowed, clipped=clipped
             )
             found[name] = calibration, sum(clipped)
         # Where all layers have a shadow, nothing is left to choose.
@@ -290,7 +290,7 @@ def pruning_rows(subject: Subject, plan: Plan) -> list[Row]:
         found, notes = {"float": exact}, {}
         by_steps: dict[bytes, float] = {}
         for name, (calibration, clipped) in by_system.items():
-            layers, steps = calibration.layers(WHOLE, cfg), calibration.steps.tobytes()
+            layers, steps = calibration.layers(FULL_LEVEL, cfg), calibration.steps.tobytes()
             # Calibration often chooses the same for all layers.
             if steps not in by_steps:
                 by_steps[steps] = perplexity_of(

@@ -37,7 +37,7 @@ from benchmarks.models import float_params, made_once
 from benchmarks.speculation import PRESETS
 from jaxllm.bundle import Bundle, rewrite_bundle, write_bundle
 from jaxllm.bundle.layout import contracted_axis
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.decoder import forward, logits
 from jaxllm.models.parameters import param_specs
@@ -130,9 +130,9 @@ def big_little(setting: Setting, fallback: float, rollback: float) -> Engine:
     model = LoadedModel(bundle, engine_options, reserved_bytes=reserved)
     drafter = _UntilUnsure(make_drafter(model, options), fallback)
     # Greedy alone.
-    target: Any = _Lenient(model.runner(WHOLE), rollback)
+    target: Any = _Lenient(model.runner(FULL_LEVEL), rollback)
     speculation = Speculation(target, drafter, options)
-    engine = Engine(model, WHOLE, speculation)
+    engine = Engine(model, FULL_LEVEL, speculation)
     engine.warm_up()
     return engine
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from benchmarks.models import shape
 from benchmarks.train.steps import SIZES
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.elastic.ladder import LEVELS
 from jaxllm.elastic.slo import PROMPT_RATIOS
 from jaxllm.training.loop.dry_run import ASSUMED_UTILIZATION, known_figures, recomputed_share
@@ -66,7 +66,7 @@ def stages(cfg: ModelConfig, measured: Mapping[str, float] | None = None) -> lis
     """
     whole = step_flops_per_token(cfg, ROW_TOKENS)
     adapter = step_flops_per_token(cfg, ROW_TOKENS, adapter=True)
-    smaller = [level / WHOLE for level in LEVELS if level < WHOLE]
+    smaller = [level / FULL_LEVEL for level in LEVELS if level < FULL_LEVEL]
     # A backward pass, and the loss of the whole model and without each layer.
     importance = CALIBRATION_TOKENS * whole * (1 + (cfg.layers + 1) / 3)
     recovery = RECOVERY_TOKENS * adapter * len(smaller)

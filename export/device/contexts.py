@@ -32,7 +32,7 @@ from jaxllm.export.folder_format.signature import (
 )
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.export.programs.runner import ProgramCache, ProgramRunner
-from jaxllm.models.features import require_decoder_alone, require_room
+from jaxllm.models.features import require_decoder_alone, require_feature
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.memory import ChunkAccess, Stored
 from jaxllm.serving.contexts.options import ContextOptions
@@ -57,7 +57,7 @@ class ProgramContexts(Contexts):
         Raises:
           ConfigError: the store is in use or cannot be created, or an argument is out of range.
         """
-        require_room(engine.cfg, "contexts")
+        require_feature(engine.cfg, "contexts")
         require_decoder_alone(engine.cfg, "contexts of programs", "run its bundle by jaxllm itself")
         # Of these very programs, because others round differently.
         facts = json.dumps([engine.model.program_files, engine.tokenizer.digest])

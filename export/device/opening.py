@@ -10,7 +10,7 @@ import importlib.metadata
 import re
 from pathlib import Path
 
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import BudgetExceeded, ConfigError, ProgramError
 from jaxllm.export.device.host_sampling import HostChooser
 from jaxllm.export.folder_format.manifest import Manifest
@@ -34,7 +34,7 @@ _FLOAT_BYTES = 4
 def open_device(
     folder: Path,
     *,
-    level: int = WHOLE,
+    level: int = FULL_LEVEL,
     threads: int = 0,
     memory_bytes: int = 0,
     drafts: SpeculationOptions | None = None,
@@ -124,7 +124,7 @@ def weights_bytes(manifest: Manifest, *, staged: bool = False) -> int:
 def needed_bytes(manifest: Manifest, *, staged: bool = False) -> int:
     """Bytes of weights (see `weights_bytes`), of the longest caches of the whole model, and of the
     logits of all programs."""
-    caches = longest_cache_bytes(manifest) + manifest.source_bytes(WHOLE)
+    caches = longest_cache_bytes(manifest) + manifest.source_bytes(FULL_LEVEL)
     without_logits = ("encode", "tiny_lm")
     kinds = [(each.kind, each.tokens) for each in manifest.signatures if each.kind not in without_logits]
     # A block has a bias, the prompt's tokens and their counts in place of logits.
@@ -135,13 +135,13 @@ def needed_bytes(manifest: Manifest, *, staged: bool = False) -> int:
     return (
         weights_bytes(manifest, staged=staged)
         + caches
-        + _FLOAT_BYTES * rows * manifest.levels[WHOLE].cfg.vocab_size
+        + _FLOAT_BYTES * rows * manifest.levels[FULL_LEVEL].cfg.vocab_size
     )
 
 
 def longest_cache_bytes(manifest: Manifest) -> int:
     """Returns bytes of the longest caches of one answer of the whole model, in all of the runtime's sets."""
-    return _CACHE_SETS.get(manifest.format, 1) * manifest.cache_bytes(WHOLE, manifest.context_tokens)
+    return _CACHE_SETS.get(manifest.format, 1) * manifest.cache_bytes(FULL_LEVEL, manifest.context_tokens)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

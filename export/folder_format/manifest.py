@@ -21,7 +21,7 @@ from typing import Literal, TypeVar
 import numpy as np
 import xxhash
 
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import CheckpointError, ConfigError, ProgramError
 from jaxllm.export.folder_format.parts import (
     STAGE_FILES,
@@ -140,9 +140,9 @@ class Manifest:
         check_options(self)
         named = all(isinstance(each, str) for each in self.made_with.values())
         require(named, "made_with has values that are no text")
-        count, whole = len(self.signatures), self.levels.get(WHOLE)
+        count, whole = len(self.signatures), self.levels.get(FULL_LEVEL)
         require(1 <= count <= _MAX_SIGNATURES, f"there are {count} programs, not 1 to {_MAX_SIGNATURES}")
-        if whole is None or not all(1 <= level <= WHOLE for level in self.levels):
+        if whole is None or not all(1 <= level <= FULL_LEVEL for level in self.levels):
             raise ConfigError("there is no whole model, or a level of other percents than 1 to 100")
         fits = self.context_tokens <= (window := whole.cfg.window_tokens)
         require(fits, f"context_tokens {self.context_tokens} is more than the window of {window}")
@@ -205,7 +205,7 @@ class Manifest:
         """Lengths of caches that a level has programs for, ascending."""
         return tuple(sorted({self.room(each) for each in self.signatures if each.level == level}))
 
-    def sizes(self, kind: Kind, level: int = WHOLE, cache_tokens: int = 0) -> tuple[int, ...]:
+    def sizes(self, kind: Kind, level: int = FULL_LEVEL, cache_tokens: int = 0) -> tuple[int, ...]:
         """Numbers of tokens (T) of a level's programs of a kind, ascending, over caches of a length; 0 for
         the whole context."""
         own = self._of(level, cache_tokens or self.context_tokens)

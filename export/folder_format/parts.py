@@ -33,7 +33,7 @@ from typing import Any, Union, get_args, get_origin
 
 import numpy as np
 
-from jaxllm.config import MAX_DIMENSION, WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, MAX_DIMENSION, ModelConfig
 from jaxllm.elastic.compression import MARKS
 from jaxllm.elastic.slo import marks
 from jaxllm.errors import ProgramError
@@ -135,7 +135,7 @@ class AdapterInputs:
         check_options(self)
         if unusable := [name for name in self.names if not _ADAPTER_NAME.fullmatch(name)]:
             raise ValueError(f"an adapter's name {unusable[0]!r:.80}")
-        whole = self.shapes[WHOLE]
+        whole = self.shapes[FULL_LEVEL]
         for shapes in self.shapes.values():
             if shapes.keys() != whole.keys() or not shapes:
                 raise ValueError("a level has other adapted parameters than the whole model")
@@ -162,7 +162,7 @@ class AdapterInputs:
         """The whole model's adapter `[N]`, of its factors of any rank up to `rank`; a parameter without any
         stays unchanged."""
         parts = []
-        for name, shape in self._factors(WHOLE):
+        for name, shape in self._factors(FULL_LEVEL):
             part = np.zeros(shape, np.float32)
             if name in factors:
                 part[: len(factors[name])] = factors[name]
@@ -171,7 +171,7 @@ class AdapterInputs:
 
     def of_level(self, level: int, flat: np.ndarray) -> np.ndarray:
         """A level's adapter `[N]`, of the whole model's."""
-        whole = self.split(WHOLE, flat)
+        whole = self.split(FULL_LEVEL, flat)
         parts = [whole[name][tuple(map(slice, shape))] for name, shape in self._factors(level)]
         return np.concatenate([part.reshape(-1) for part in parts])
 
@@ -190,7 +190,7 @@ class AdapterInputs:
     @property
     def file_bytes(self) -> int:
         """Bytes of an adapter's file."""
-        return 4 * self.size(WHOLE)
+        return 4 * self.size(FULL_LEVEL)
 
     def _factors(self, level: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """The names and shapes of a level's factors, in the order of the array."""
@@ -216,7 +216,7 @@ class TinyLmFacts:
       own_tokenizer: whether it has a tokenizer of its own, `TINY_TOKENIZER`.
     """
 
-    levels: tuple[int, ...] = option(low=1, high=WHOLE, entries=1, ascending=True)
+    levels: tuple[int, ...] = option(low=1, high=FULL_LEVEL, entries=1, ascending=True)
     prompt_ratios: tuple[float, ...] = option(above=0, high=1, entries=1, ascending=True)
     mark_ids: tuple[int, ...] = option(low=0, high=MAX_DIMENSION)
     row_tokens: int = option(low=MARKS + 1, high=MAX_DIMENSION)

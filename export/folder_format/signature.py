@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from jaxllm.config import MAX_DIMENSION, WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, MAX_DIMENSION, ModelConfig
 from jaxllm.contexts.codecs import CODECS, WIDTHS, ChunkFormat, find_codec
 from jaxllm.export.folder_format.parts import ADAPTER, KEEP, MODEL, PROMPT, TinyLmFacts
 from jaxllm.options import check_options, option
@@ -96,7 +96,7 @@ class Signature:
     def name(self) -> str:
         """Its name in runtimes. Levels and short caches come first, so that LiteRT-LM, which matches
         prefixes, does not mistake their signatures for the model's."""
-        parts = [] if self.level == WHOLE else [f"level_{self.level}"]
+        parts = [] if self.level == FULL_LEVEL else [f"level_{self.level}"]
         parts += [f"cache_{self.cache_tokens}"] if self.cache_tokens else []
         size = self.bits or self.tokens
         parts += [self.kind] if self.kind == "decode" else [f"{self.kind}_{size}"]

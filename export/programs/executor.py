@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import ConfigError, ContextGone
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import ADAPTER, adapter_file
@@ -82,7 +82,7 @@ class FolderAdapters:
         self.require(name)
         if name:
             # A corrupt file is reported now, and changes nothing.
-            self.array(WHOLE, name)
+            self.array(FULL_LEVEL, name)
         self.used = name
 
     def digest(self, name: str) -> str:
@@ -134,8 +134,8 @@ class FolderAdapters:
         if (name, level) not in self._arrays:
             if not name:
                 found = np.zeros(inputs.size(level), np.float32)
-            elif level != WHOLE:
-                found = inputs.of_level(level, self.array(WHOLE, name))
+            elif level != FULL_LEVEL:
+                found = inputs.of_level(level, self.array(FULL_LEVEL, name))
             else:
                 assert self._folder is not None
                 file = adapter_file(name)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import ProgramLevel
 from jaxllm.export.folder_format.signature import Signature, level_signatures
@@ -38,12 +38,12 @@ class LiveExecutor(JaxPrograms):
             precision="f32",
             cache_dtype="float32",
             platforms=(jax.default_backend(),),
-            levels={WHOLE: ProgramLevel(cfg=cfg, weights={})},
-            signatures=tuple(level_signatures(WHOLE, **lengths)),
+            levels={FULL_LEVEL: ProgramLevel(cfg=cfg, weights={})},
+            signatures=tuple(level_signatures(FULL_LEVEL, **lengths)),
             files={},
             made_with={},
         )
-        super().__init__(manifest, {WHOLE: dict(params)})
+        super().__init__(manifest, {FULL_LEVEL: dict(params)})
         self._cfg = cfg
 
     def step(self, signature: Signature) -> Step:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.export.folder_format.manifest import LOOP, MAIN, TINY_TOKENIZER, TOKENIZER, Manifest
 from jaxllm.export.folder_format.parts import KEEP, MODEL, PROMPT, TinyLmFacts, adapter_file
@@ -63,12 +63,12 @@ class ProgramModel:
         self._runners: dict[int, ProgramRunner] = {}
         self.stages = stages
         if stages is None:
-            self._runners[WHOLE] = ProgramRunner(executor, token_chooser=token_chooser)
+            self._runners[FULL_LEVEL] = ProgramRunner(executor, token_chooser=token_chooser)
         else:
             from jaxllm.export.programs.stages import StagedRunner
 
-            self._runners[WHOLE] = StagedRunner(executor, stages, token_chooser)
-        self._token_chooser = self._runners[WHOLE].token_chooser
+            self._runners[FULL_LEVEL] = StagedRunner(executor, stages, token_chooser)
+        self._token_chooser = self._runners[FULL_LEVEL].token_chooser
         self.load_ms = self.build_ms = 0.0
 
     @property
@@ -109,7 +109,7 @@ class ProgramModel:
         """Scores a row `[1, T]` int32 with its mask `[1, T]` bool by the tiny LM (see
         `jaxllm.serving.elastic.tiny_proposer.TinyProposer`); T is a length that it has a program for."""
         manifest = self.executor.manifest
-        signature = manifest.signature("tiny_lm", row.shape[1], WHOLE, manifest.context_tokens)
+        signature = manifest.signature("tiny_lm", row.shape[1], FULL_LEVEL, manifest.context_tokens)
         out, _ = self.executor.run(signature, {TOKENS: row, MASK: mask})
         keep, model, prompt = (np.asarray(out[name]) for name in (KEEP, MODEL, PROMPT))
         return keep, model, prompt
@@ -180,7 +180,7 @@ class ProgramModel:
             answer = max_tokens if speculation is None else speculation.cache_tokens(max_tokens)
             wanted, tokens = runner.request_signatures(prompt_tokens, answer, trees), prompt_tokens + answer
         self.executor.prepare(wanted, progress)
-        if self.stages is not None and level == WHOLE:
+        if self.stages is not None and level == FULL_LEVEL:
             self.stages.warm_up()
         if speculation is not None:
             speculation.drafter.warm_up(progress, tokens=tokens)
@@ -275,7 +275,7 @@ def open_program_model(
         from jaxllm.host_settings import require_usable_jax
 
         require_usable_jax()
-        token_chooser = BucketChooser(executor.manifest.levels[WHOLE].cfg.vocab_size, cached_buckets())
+        token_chooser = BucketChooser(executor.manifest.levels[FULL_LEVEL].cfg.vocab_size, cached_buckets())
     tiny_lm = stages = None
     if (facts := executor.manifest.tiny_lm) is not None:
         files = executor.manifest.read_tokenizer(folder, TINY_TOKENIZER) if facts.own_tokenizer else None
@@ -291,7 +291,11 @@ def open_program_model(
 
 
 def open_program(
-    folder: str | Path, *, level: int = WHOLE, threads: int = 0, speculation: SpeculationOptions | None = None
+    folder: str | Path,
+    *,
+    level: int = FULL_LEVEL,
+    threads: int = 0,
+    speculation: SpeculationOptions | None = None,
 ) -> Engine[ProgramModel]:
     """Opens an engine over a folder of `jaxllm export`; `warm_up` or their first use compiles programs.
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError, ContextOverflow, ProgramError
 from jaxllm.export.folder_format.signature import (
     COUNT,
@@ -110,7 +110,7 @@ class ProgramRunner(Runner):
     _no_rows = "exported programs have no prompt embeddings; open the bundle"
 
     def __init__(
-        self, executor: Executor, level: int = WHOLE, token_chooser: TokenChooser | None = None
+        self, executor: Executor, level: int = FULL_LEVEL, token_chooser: TokenChooser | None = None
     ) -> None:
         """Makes the runner of a level; `token_chooser` samples its tokens, None makes one.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import ConfigError, ProgramError, one_line
 from jaxllm.export.contents import require_extra
 from jaxllm.export.folder_format.manifest import Manifest
@@ -133,7 +133,7 @@ class StagePrograms:
         require_extra("export", "ai_edge_litert")
         self.facts, self._manifest = manifest.stages, manifest
         self.order: Order = order
-        self.cfg, self._room = manifest.levels[WHOLE].cfg, manifest.context_tokens
+        self.cfg, self._room = manifest.levels[FULL_LEVEL].cfg, manifest.context_tokens
         self.measured = SubgraphTimes(times, TimedStage)
         cores = halved_cores()
         self.pair = ProcessorPair(cores)
@@ -240,7 +240,7 @@ class StagePrograms:
             chunks.append(chunk_inputs(tokens[fed : fed + length], length, at + fed))
             places.append((length, at + fed))
             fed += length
-        shapes = self._manifest.cache_shapes(WHOLE, self._room)
+        shapes = self._manifest.cache_shapes(FULL_LEVEL, self._room)
         layers: list[Arrays] = [{} for _ in range(self.cfg.layers)]
         for layer, each in enumerate(layers):
             for side, name in _CACHE.items():
@@ -278,7 +278,7 @@ class StagedRunner(ProgramRunner):
     def __init__(
         self, executor: Executor, stages: StagePrograms, token_chooser: TokenChooser | None = None
     ) -> None:
-        super().__init__(executor, WHOLE, token_chooser)
+        super().__init__(executor, FULL_LEVEL, token_chooser)
         self.stages = stages
 
     def prefill_chunks(self, tokens: int) -> list[PrefillChunk]:

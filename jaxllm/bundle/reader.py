@@ -35,7 +35,7 @@ from jaxllm.errors import BundleError, CheckpointError, ConfigError
 from jaxllm.files.input_files import open_regular
 from jaxllm.kernels import native
 from jaxllm.models.parameters import expert_parameter, param_specs
-from jaxllm.quant import Apart, Bfloat16Bits, BlockedArray, Weight, by_form, from_blocks
+from jaxllm.quant import Bfloat16Bits, BlockedArray, PerExpert, Weight, by_form, from_blocks
 from jaxllm.quant.parts import stack_entries
 from jaxllm.text.tokenizer import TokenizerFiles
 
@@ -214,7 +214,7 @@ class Bundle:
             return parts[0]
         in_blocks = all(isinstance(each, BlockedArray) for each in parts)
         # Native kernels read each matrix in place; other paths have code per form, over stacks.
-        return Apart(tuple(parts)) if in_blocks else by_form(parts, np.stack)
+        return PerExpert(tuple(parts)) if in_blocks else by_form(parts, np.stack)
 
     def _stored_names(self, name: str) -> list[str]:
         """The names of the tensors of a parameter."""

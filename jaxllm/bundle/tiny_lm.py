@@ -10,7 +10,7 @@ import numpy as np
 from jaxllm.bundle.layout import Part
 from jaxllm.bundle.levels import read_ladder
 from jaxllm.bundle.reader import Bundle, Fields, PartFormat, require_parameters
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.elastic.compression import MARKS
 from jaxllm.elastic.slo import marks
 from jaxllm.errors import CheckpointError, ConfigError
@@ -48,7 +48,7 @@ class TinyLm:
     tokenizer: TokenizerFiles | None = None
 
     def __post_init__(self) -> None:
-        _check_classes("levels", self.levels, self.cfg.levels, (int,), WHOLE)
+        _check_classes("levels", self.levels, self.cfg.levels, (int,), FULL_LEVEL)
         _check_classes("prompt ratios", self.prompt_ratios, self.cfg.prompt_levels, (int, float), 1)
         vocab, ids = self.cfg.encoder.vocab_size, self.mark_ids
         known = all(type(each) is int and 0 <= each < vocab for each in ids)
@@ -100,7 +100,7 @@ def _read(bundle: Bundle, fields: Fields) -> TinyLm:
     )
     # Every class must be a level of the bundle, and every token must have an embedding.
     ladder = read_ladder(bundle)
-    offered = (WHOLE,) if ladder is None else ladder.levels
+    offered = (FULL_LEVEL,) if ladder is None else ladder.levels
     if missing := sorted(set(tiny.levels) - set(offered)):
         raise ConfigError(f"it chooses between levels of which the bundle lacks {missing}")
     tokens = Tokenizer(bundle.tokenizer_files() if tiny.tokenizer is None else tiny.tokenizer).vocab_size

@@ -37,7 +37,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
-from jaxllm.models.features import require_room, room_refusal
+from jaxllm.models.features import feature_refusal, require_feature
 from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs, sparse_layers, specs_apart
 from jaxllm.quant import BlockedArray, QArray, dequantize, from_blocks, nested_blocks, quantize, to_blocks
 from jaxllm.quant.parts import nested_entry
@@ -198,7 +198,7 @@ def _in_file_order(
     """Yields name, spec, value and bits (0: those of `weights`) of parameters, experts apart if they have
     bitwidths."""
     if expert_bits is not None:
-        require_room(cfg, "experts apart")
+        require_feature(cfg, "separate experts")
     widths = {} if expert_bits is None else widths_by_layer(cfg, expert_bits)
     stacks: dict[str, np.ndarray] = {}
     specs = param_specs(cfg)
@@ -279,9 +279,9 @@ def lay_experts_apart(
       ConfigError: the model is no such mixture, or a bitwidth is above the present one.
     """
     cfg = source.cfg
-    reason = room_refusal(cfg, "experts apart")
+    reason = feature_refusal(cfg, "separate experts")
     if reason is None and read_ladder(source) is not None:
-        reason = "experts of a model with levels cannot be stored apart; keep them together"
+        reason = "experts of a model with levels cannot be stored separately; keep them together"
     if reason is not None:
         raise ConfigError(f"{source.path}: {reason}")
     widths, own = widths_by_layer(cfg, expert_bits), expert_widths(source)

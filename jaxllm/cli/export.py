@@ -253,7 +253,7 @@ def _export_plain(
     if len(levels) > 1:
         raise click.UsageError(f"--format {kind} writes one model; give one --level")
     from jaxllm.bundle import Bundle
-    from jaxllm.config import WHOLE
+    from jaxllm.config import FULL_LEVEL
     from jaxllm.export.gguf_file import write_plain_gguf
     from jaxllm.export.plain_model import read_plain, write_plain_folder
     from jaxllm.models.parameters import parameter_count
@@ -261,7 +261,7 @@ def _export_plain(
     require_format(kind)
     write = write_plain_folder if kind == "hf" else write_plain_gguf
     with Bundle.open(path) as bundle:
-        model = read_plain(bundle, level=levels[0] if levels else WHOLE, adapter=adapter)
+        model = read_plain(bundle, level=levels[0] if levels else FULL_LEVEL, adapter=adapter)
         written = parameter_count(write(output, model, precision))
     files = output.iterdir() if output.is_dir() else [output]
     size_mb = sum(each.stat().st_size for each in files) / 1e6
@@ -300,11 +300,11 @@ def _export_tflite(
     """Exports as tflite, device or litertlm; returns messages for the user."""
     from jaxllm.export import quantized
     from jaxllm.export.tflite import export_tflite
-    from jaxllm.models.features import require_room
+    from jaxllm.models.features import require_feature
     from jaxllm.text.tokenizer import Tokenizer
 
     # Check this before a text is read.
-    require_room(subject.cfg, "tflite")
+    require_feature(subject.cfg, "tflite")
     ranges = None
     if calibration_text is not None:
         text = read_text(calibration_text)[:_CALIBRATION_CHARACTERS]

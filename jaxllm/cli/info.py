@@ -160,7 +160,7 @@ def _checkpoint_facts(path: Path) -> dict[str, Any]:
     from jaxllm.checkpoints.gguf_model import own_format
     from jaxllm.checkpoints.huggingface import Checkpoint
     from jaxllm.errors import CheckpointError
-    from jaxllm.models.features import ROOMS, room_refusal
+    from jaxllm.models.features import FEATURES, feature_refusal
     from jaxllm.models.parameters import parameter_count
 
     if path.is_dir():
@@ -180,7 +180,7 @@ def _checkpoint_facts(path: Path) -> dict[str, Any]:
         "parameters": parameter_count(cfg),
         "stored": stored,
         "weights": own,
-        "rooms": {room: room_refusal(cfg, room) or "yes" for room in ROOMS},
+        "rooms": {room: feature_refusal(cfg, room) or "yes" for room in FEATURES},
         "memory_bytes": {width: _memory(cfg, width) for width in WEIGHT_FORMATS},
         "config": dataclasses.asdict(cfg),
     }
@@ -207,7 +207,7 @@ def _memory(cfg: "ModelConfig", width: WeightFormat) -> dict[str, int]:
     """Bytes of weights, of weights with caches and activations for each context length of the model, and
     values of `--memory` for the usual context: enough for resident weights, and the minimum for streamed
     ones."""
-    from jaxllm.models.features import room_refusal
+    from jaxllm.models.features import feature_refusal
     from jaxllm.models.parameters import param_specs
     from jaxllm.serving.ground.options import EngineOptions
     from jaxllm.serving.weights.memory_plan import SLOTS, fixed_bytes, outputs_bytes, whole_budget
@@ -229,15 +229,15 @@ def _memory(cfg: "ModelConfig", width: WeightFormat) -> dict[str, int]:
         layers[lead + name.split(inside)[1].split(".")[0] if inside else ""] += size
         layer, apart, _ = name.partition(".experts.")
         experts[layer if apart else ""] += size
-    if room_refusal(cfg, "streamed weights") is None:
+    if feature_refusal(cfg, "streamed weights") is None:
         del layers[""]
         slots = SLOTS * max(layers.values())
         found["least --memory"] = whole_budget(fixed + kept_rows_bytes(weights) + slots)
-    if room_refusal(cfg, "experts apart") is None:
+    if feature_refusal(cfg, "separate experts") is None:
         # Each expert is read when a token visits it: those that one visits at one layer.
         staying = experts.pop("") + outputs_bytes(cfg, EngineOptions().resolve(cfg))
         visited = max(experts.values()) * cfg.experts_per_token // cfg.experts
-        found["least --memory, experts apart"] = whole_budget(fixed + staying + visited)
+        found["least --memory, separate experts"] = whole_budget(fixed + staying + visited)
     return found
 
 

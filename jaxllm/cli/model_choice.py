@@ -141,7 +141,7 @@ class ModelChoice:
                 most_loss=MOST_LOSS if self.most_loss is None else self.most_loss,
             ),
             experts=ExpertOptions(loss=self.expert_loss),
-            prompt_rows=images,
+            prompt_embeddings=images,
         )
         engine = self._open(
             self.model,

@@ -44,7 +44,7 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     help="Encrypt stored contexts with keys in this folder, one per app.  [default: no encryption]",
 )
 @click.option(
-    "--attend-coded",
+    "--attend-quantized-kv",
     is_flag=True,
     default=None,
     help="Attend to stored chunks of contexts in place, without a copy in a cache: faster switches and less "

@@ -18,7 +18,7 @@ from jaxllm.contexts.codecs import ChunkFormat, ChunkShape
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class CodedChunks:
+class QuantizedPrefix:
     """The chunks before a cache.
 
     Attributes:
@@ -56,7 +56,7 @@ class CodedChunks:
         by_node = self.mass is not None and self.mass.ndim == 3
         axes.check(jnp.float32, "B * *" if by_node else "B *", coded_mass=self.mass)
 
-    def of_layer(self, layer: jax.Array | int | np.integer) -> "CodedChunks":
+    def of_layer(self, layer: jax.Array | int | np.integer) -> "QuantizedPrefix":
         """Chunks of one layer."""
         return dataclasses.replace(self, layer=jnp.asarray(layer, jnp.int32))
 

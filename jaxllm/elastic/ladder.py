@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxllm.config import WHOLE, LayerUnits, ModelConfig
+from jaxllm.config import FULL_LEVEL, LayerUnits, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native_call import PARAMETER, counts_of
 from jaxllm.models.layer_stack import STACK, are_entries, can_be_addressed
@@ -53,9 +53,9 @@ class Ladder:
 
     def __post_init__(self) -> None:
         whole = all(type(each) is int for each in (*self.levels, *self.anchors))
-        if not whole or list(self.levels) != sorted(set(self.levels)) or self.levels[-1:] != (WHOLE,):
+        if not whole or list(self.levels) != sorted(set(self.levels)) or self.levels[-1:] != (FULL_LEVEL,):
             raise ConfigError(
-                f"levels must be ascending whole percentages that end with {WHOLE}, got {self.levels}"
+                f"levels must be ascending whole percentages that end with {FULL_LEVEL}, got {self.levels}"
             )
         if self.levels[0] < 1:
             raise ConfigError(f"a level must be at least 1 percent, got {self.levels[0]}")
@@ -109,7 +109,7 @@ def sub_config(cfg: ModelConfig, ladder: Ladder, level: int) -> ModelConfig:
     if cfg.encoder is not None:
         encoder = sub_config(cfg.encoder, ladder.encoder or Ladder(levels=ladder.levels), level)
         cfg = dataclasses.replace(cfg, encoder=encoder)
-    if level == WHOLE:
+    if level == FULL_LEVEL:
         return cfg
     if ladder.units:
         stored = ladder.units[ladder.levels.index(level)]
@@ -123,7 +123,7 @@ def sub_config(cfg: ModelConfig, ladder: Ladder, level: int) -> ModelConfig:
             )
         return dataclasses.replace(cfg, layer_units=tuple(kept))
     costs = [unit_sizes(cfg, layer) for layer in range(cfg.layers)]
-    budget = layer_parameters(cfg) * level / WHOLE
+    budget = layer_parameters(cfg) * level / FULL_LEVEL
 
     def layer_units(layer: int, share: float) -> LayerUnits:
         """The nearest number of kv groups to a share of the layer's parameters, and neurons for the rest."""
@@ -239,7 +239,7 @@ def chosen_ladder(
     whole_size, units = layer_parameters(cfg), []
     for level in levels[:-1]:
         kept = [[groups, neurons] for groups, neurons, _ in least]
-        room = whole_size * level / WHOLE - sum(size for *_, size in least)
+        room = whole_size * level / FULL_LEVEL - sum(size for *_, size in least)
         # Nothing is added to a layer's kind after an item that does not fit.
         closed: set[tuple[int, bool]] = set()
         for _, layer, kind, count, size in items:

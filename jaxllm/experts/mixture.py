@@ -9,9 +9,9 @@ run in one of two modes:
 
 - all at once, differentiably, for training (`differentiable_visits`);
 - one after the other: only chosen experts are read, whatever the storage type of their weights, so that a
-  decode step reads k of E. Native kernels run all tiles in one call if experts are stored apart. A token's
-  output does not depend on other tokens, nor on how many share its tile: products are always `rowwise` (see
-  `linear.py`), so that prefill, tree and decode give it bit for bit the same.
+  decode step reads k of E. Native kernels run all tiles in one call if experts are stored separately. A
+  token's output does not depend on other tokens, nor on how many share its tile: products are always
+  `batch_invariant` (see `linear.py`), so that prefill, tree and decode give it bit for bit the same.
 """
 
 import dataclasses
@@ -30,9 +30,9 @@ from jaxllm.nn.layers import Norm, activate, gated, normalize
 from jaxllm.nn.linear import FeedForward, feed_forward
 from jaxllm.quant import (
     Adapted,
-    Apart,
     BlockedArray,
     ByForm,
+    PerExpert,
     Weight,
     by_form,
     dequantize,
@@ -197,7 +197,7 @@ def mixture(
     experts: FeedForward,
     *,
     add_input: bool = False,
-    live: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
     differentiable: bool = False,
 ) -> jax.Array:
     """The weighted sum of the outputs of each token's experts for `norm(x)`, plus x if `add_input`.
@@ -208,14 +208,14 @@ def mixture(
       routing: routing of these tokens, computed from `norm(x)`.
       experts: weights `[E, F, D]`, all joined, or all separate; biases `[E, F]` and `[E, D]`.
       add_input: whether to add x.
-      live: `[T]` bool, False for padding, which visits no expert.
+      valid_rows: `[T]` bool, False for padding, which visits no expert.
       differentiable: whether gradients may be computed; then all experts are converted to floats first.
 
     Returns:
       `[B, T, D]` in the dtype of x.
     """
     total, rows = experts.up.shape[0], x.reshape(-1, x.shape[-1])
-    tiles, weights = tiles_and_weights(routing, total, live=live, differentiable=differentiable)
+    tiles, weights = tiles_and_weights(routing, total, valid_rows=valid_rows, differentiable=differentiable)
     if differentiable:
         visits = differentiable_visits(normalize(rows, norm), tiles, experts)
     else:
@@ -229,7 +229,7 @@ def tiles_and_weights(
     routing: Routing,
     experts: int,
     *,
-    live: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
     differentiable: bool = False,
     loss: float = 0.0,
 ) -> tuple[Tiles, jax.Array]:
@@ -238,7 +238,7 @@ def tiles_and_weights(
     Args:
       routing: routing of tokens `[B, T]`.
       experts: number of experts (E).
-      live, differentiable: see `mixture`.
+      valid_rows, differentiable: see `mixture`.
       loss: for nested experts, maximum share of a token's mixture to compute with only high planes (see
         `high_alone`). An expert's number plus E denotes only its high plane, in separate tiles.
     """
@@ -248,13 +248,13 @@ def tiles_and_weights(
     if loss:
         numbers = 2 * experts
         ids = jnp.where(high_alone(weights, loss), ids + np.int32(experts), ids)
-    if live is not None:
-        alive = jnp.broadcast_to(live, routing.ids.shape[:-1]).reshape(-1, 1)
+    if valid_rows is not None:
+        alive = jnp.broadcast_to(valid_rows, routing.ids.shape[:-1]).reshape(-1, 1)
         ids = jnp.where(alive, ids, np.int32(numbers))
         weights = jnp.where(alive, weights, np.float32(0))
     # Smaller tiles if differentiable: each has a copy of its expert, and padding is computed too.
     rows = _rows(count // (4 * experts)) if differentiable else _tile_rows(count, experts)
-    return tiles_of(ids, numbers, rows=rows, padded=live is not None), weights
+    return tiles_of(ids, numbers, rows=rows, padded=valid_rows is not None), weights
 
 
 def sum_visits(
@@ -316,7 +316,7 @@ def run_tile(
     """
     rows, start = x[tiles.token[number]], tiles.start[number]
     size = tiles.size[number]
-    made = feed_forward(rows, norm, expert, add_input=False, rowwise=True, live=size)
+    made = feed_forward(rows, norm, expert, add_input=False, batch_invariant=True, valid_rows=size)
     # The rows after its own belong to other tiles, which may have run already.
     there = jax.lax.dynamic_slice_in_dim(out, start, len(rows), axis=0)
     own = jnp.arange(len(rows), dtype=jnp.int32)[:, None] < size
@@ -360,10 +360,10 @@ def _one_by_one(x: jax.Array, norm: Norm, tiles: Tiles, experts: FeedForward) ->
 
 
 def _blocks_apart(experts: FeedForward) -> list[native_products.ExpertBlocks]:
-    """Gate, up and down of each expert, if experts are stored apart and each is in blocks of one bitwidth;
-    else empty."""
+    """Gate, up and down of each expert, if experts are stored separately and each is in blocks of one
+    bitwidth; else empty."""
     stacks = [_base(each) for each in experts.weights]
-    apart = [each.matrices for each in stacks if isinstance(each, Apart)]
+    apart = [each.matrices for each in stacks if isinstance(each, PerExpert)]
     blocks = [tuple(each for each in of if isinstance(each, BlockedArray)) for of in zip(*apart, strict=True)]
     alike = all(len({(each.bits, each.group) for each in of}) == 1 for of in blocks)
     plain = experts.gate is not None and not experts.biased
@@ -374,10 +374,10 @@ def _chooser(experts: FeedForward) -> Callable[[jax.Array, Callable[[FeedForward
     """A function that calls another with one expert `[F, D]`, by the expert's index. If experts differ in
     bit width, the function is traced once per bit width, not per expert."""
     stacks = [_base(each) for each in experts.weights]
-    if not any(isinstance(each, Apart | ByForm) for each in stacks):
+    if not any(isinstance(each, PerExpert | ByForm) for each in stacks):
         weights = experts.weights
         return lambda expert, run: run(_with_weights(experts, [unit_at(each, expert) for each in weights]))
-    forms = [by_form(each.matrices) if isinstance(each, Apart) else each for each in stacks]
+    forms = [by_form(each.matrices) if isinstance(each, PerExpert) else each for each in stacks]
     forms = [each for each in forms if isinstance(each, ByForm)]
     kinds = list(zip(*(each.form for each in forms), strict=True))
     branches = sorted(set(kinds))

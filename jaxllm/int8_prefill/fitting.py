@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import (
     Observer,
@@ -31,7 +31,7 @@ from jaxllm.int8_prefill.recipe import MOST_LOSS, ShadowRecipe
 from jaxllm.int8_prefill.reference import Rule, integer_rule, plain_rule, scores_by_rule
 from jaxllm.int8_prefill.shadow import PRODUCTS, contracts_last_axis, product_names
 from jaxllm.int8_prefill.subgraphs import LayerCalibration
-from jaxllm.models.features import require_room
+from jaxllm.models.features import require_feature
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, quantize, to_blocks
 
@@ -76,7 +76,7 @@ class Fitted:
     def worse_by(self) -> tuple[int, float]:
         """A key to compare failed fits, lower is better: number of lossy levels, loss of the whole model if
         lossy."""
-        return len(self.lossy), self.calibration.loss(WHOLE) if WHOLE in self.lossy else 0.0
+        return len(self.lossy), self.calibration.loss(FULL_LEVEL) if FULL_LEVEL in self.lossy else 0.0
 
 
 def fit_calibration(
@@ -111,7 +111,7 @@ def fit_calibration(
     Raises:
       ConfigError: the model has experts, there is too little text, or its activations are not finite.
     """
-    require_room(cfg, "integer prefill")
+    require_feature(cfg, "integer prefill")
     for rows in (texts, held_out):
         if (tokens := sum(map(len, rows))) < LEAST_TOKENS:
             raise ConfigError(
@@ -119,18 +119,18 @@ def fit_calibration(
                 "give more text"
             )
     both = texts, held_out
-    levels = {WHOLE: _Level(cfg, floats, stored, both)}
+    levels = {FULL_LEVEL: _Level(cfg, floats, stored, both)}
     levels |= {
         level: _Level(own, params, params, both) for level, (own, params) in (sub_models or {}).items()
     }
     best: Fitted | None = None
     for tried, clipped, choice in _choices(cfg, floats, levels, recipe or ShadowRecipe()):
-        losses = {WHOLE: levels[WHOLE].losses(choice.layers(WHOLE, cfg))}
-        if max(losses[WHOLE]) <= most_loss:
+        losses = {FULL_LEVEL: levels[FULL_LEVEL].losses(choice.layers(FULL_LEVEL, cfg))}
+        if max(losses[FULL_LEVEL]) <= most_loss:
             losses |= {
                 level: each.losses(choice.layers(level, each.cfg))
                 for level, each in levels.items()
-                if level != WHOLE
+                if level != FULL_LEVEL
             }
         lossy = tuple(
             level for level in sorted(levels) if not max(losses.get(level, (math.inf,))) <= most_loss
@@ -153,15 +153,15 @@ def _choices(
 ) -> Iterator[tuple[ShadowRecipe, tuple[bool, ...], PrefillCalibration]]:
     """Yields calibrations without losses, the cheapest to serve first, with their recipes and the layers that
     clip."""
-    observer = levels[WHOLE].observer
+    observer = levels[FULL_LEVEL].observer
     seen: set[tuple[bytes, tuple[bool, ...]]] = set()
     for each in recipe.finer():
         steps = {
             level: (clipping_steps(one.observer.tops, each), whole_steps(one.observer.tops))
             for level, one in levels.items()
         }
-        clips, counts = observer.clipped(steps[WHOLE]), observer.counts(steps[WHOLE][0])
-        importance = importances(observer.tops, steps[WHOLE][0])
+        clips, counts = observer.clipped(steps[FULL_LEVEL]), observer.counts(steps[FULL_LEVEL][0])
+        importance = importances(observer.tops, steps[FULL_LEVEL][0])
         for shadows in shadow_counts(cfg.layers, each.pruned_share):
             shadowed = most_important(importance, shadows)
             clipped = tuple(clip and not own for clip, own in zip(clips, shadowed, strict=True))
@@ -213,10 +213,10 @@ def random_calibration(
         cfg,
         floats,
         observer.counts(clipping),
-        levels={WHOLE: (clipping, whole_steps(observer.tops))},
+        levels={FULL_LEVEL: (clipping, whole_steps(observer.tops))},
         shadowed=most_important(importances(observer.tops, clipping), shadows),
         clipped=(False,) * cfg.layers,
-        losses={WHOLE: (0.0, 0.0)},
+        losses={FULL_LEVEL: (0.0, 0.0)},
     )
 
 

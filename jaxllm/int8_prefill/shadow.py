@@ -189,7 +189,7 @@ def normed_to_units(
     rows: FloatRows,
     *,
     used: UsedUnits | None = None,
-    live: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
 ) -> tuple[list[jax.Array], jax.Array]:
     """Products `[..., *U]` of `norm(x)` `[..., D]` with each weight `[*U, D]`, and the number of the D
     channels with outliers, `[1]` int32."""
@@ -213,7 +213,7 @@ def normed_to_units(
         shapes = [(*x.shape[:-1], *weight.shape[:-1]) for weight in weights]
         return [out.reshape(shape) for out, shape in zip(products, shapes, strict=True)], count
 
-    operands = x, norm, list(weights), step, rows, {"used": used, "live": live}
+    operands = x, norm, list(weights), step, rows, {"used": used, "valid_rows": valid_rows}
     native = norm.bias is None and _supported(weights)
     outs, count = natively(fused, apart, *operands) if native else apart(*operands)
     return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)], count
@@ -228,7 +228,7 @@ def from_units(
     *,
     residual: jax.Array | None = None,
     used: UsedUnits | None = None,
-    live: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Product `[..., D]` of `h` `[..., *U]` with `weight` `[*U, D]`, plus `residual` if there is one, and the
     number of inputs with outliers, `[1]` int32."""
@@ -253,7 +253,7 @@ def from_units(
         )
         return out.reshape(*batch, width), count
 
-    operands = h, weight, residual, step, rows, {"used": used, "live": live}
+    operands = h, weight, residual, step, rows, {"used": used, "valid_rows": valid_rows}
     out, count = natively(fused, apart, *operands) if _supported([weight]) else apart(*operands)
     return _with_bias(out, bias), count
 
@@ -267,7 +267,7 @@ def feed_forward(
     *,
     add_input: bool,
     used: UsedUnits | None = None,
-    live: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`linear.feed_forward` of `x` `[..., D]`, and the numbers of the D channels and of the F units with
     outliers, `[2]` int32; steps and rows are pairs, for both."""
@@ -312,7 +312,7 @@ def feed_forward(
         )
         return out.reshape(x.shape), counts
 
-    operands = x, norm, weights, steps, rows, {"used": used, "live": live}
+    operands = x, norm, weights, steps, rows, {"used": used, "valid_rows": valid_rows}
     native = norm.bias is None and not weights.biased and _supported(weights.weights)
     return natively(fused, apart, *operands) if native else apart(*operands)
 

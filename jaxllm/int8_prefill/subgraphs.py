@@ -182,18 +182,18 @@ class IntegerLayer:
         groups, neurons = weights.used
         norm, matrices = weights.norm("attn_norm", cfg), matrices_of(weights, PROJECT, cfg)
         heads, projected = shadow.normed_to_units(
-            x, norm, *matrices, steps[PROJECT], rows[PROJECT], used=groups, live=at.valid
+            x, norm, *matrices, steps[PROJECT], rows[PROJECT], used=groups, valid_rows=at.valid
         )
         out, past, mass = self._attention(heads, at, past, mass)
         outward, residual = self._outward(), None if cfg.post_norms else x
         mixed, attended = shadow.from_units(
-            out, *outward, steps[OUT], rows[OUT], residual=residual, used=groups, live=at.valid
+            out, *outward, steps[OUT], rows[OUT], residual=residual, used=groups, valid_rows=at.valid
         )
         x = self._post_normed(x, mixed, "attn_post_norm", at.valid)
         norm, block = weights.norm("ffn_norm", cfg), block_weights(weights, cfg)
         pairs = (steps[WIDEN], steps[NARROW]), (rows[WIDEN], rows[NARROW])
         mixed, both = shadow.feed_forward(
-            x, norm, block, *pairs, add_input=not cfg.post_norms, used=neurons, live=at.valid
+            x, norm, block, *pairs, add_input=not cfg.post_norms, used=neurons, valid_rows=at.valid
         )
         x = self._post_normed(x, mixed, "ffn_post_norm", at.valid)
         return x, past, mass, jnp.concatenate([projected, attended, both])

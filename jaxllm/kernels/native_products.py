@@ -51,17 +51,17 @@ def to_units(
     norm_scale: Operand | None = None,
     norm_eps: float = 0.0,
     used: UsedUnits | None = None,
-    rowwise: bool = False,
+    batch_invariant: bool = False,
     step: jax.Array | None = None,
-    live: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
     shadow: Sequence[Operand] = (),
 ) -> list[jax.Array]:
     """Products of `x` `[M, D]` float32, after an RMS norm if given, with weights `[*U, D]` of one format,
     contracted along their last axis: `[M, prod(U)]` float32 each; with a step and a shadow (a place, and rows
     for each weight) last the number of channels with outliers, `[1]` int32.
 
-    For `used`, `rowwise`, `step` and `live` see `jaxllm.nn.linear`: outputs of unused units, and of rows
-    after the first `live`, are undefined.
+    For `used`, `batch_invariant`, `step` and `valid_rows` see `jaxllm.nn.linear`: outputs of unused units,
+    and of rows after the first `valid_rows`, are undefined.
     """
     outputs = [int(np.prod(weight.shape[:-1])) for weight in weights]
     results = [jax.ShapeDtypeStruct((x.shape[0], count), jnp.float32) for count in outputs]
@@ -69,7 +69,7 @@ def to_units(
         call(
             "to_units",
             [*results, *_channels(shadow, 1)],
-            (x, count_operand(live)),
+            (x, count_operand(valid_rows)),
             (
                 optional(norm_scale),
                 counts_operand(used),
@@ -80,7 +80,7 @@ def to_units(
             **format_of(weights[0]),
             **units_of(used, weights[0]),
             eps=np.float32(norm_eps),
-            widen=not rowwise,
+            widen=not batch_invariant,
             shadowed=bool(shadow),
         )
     )
@@ -98,9 +98,9 @@ def from_units_with_shadow(
     *,
     residual: jax.Array | None = None,
     used: UsedUnits | None = None,
-    rowwise: bool = False,
+    batch_invariant: bool = False,
     step: jax.Array | None = None,
-    live: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
     shadow: Sequence[Operand] = (),
 ) -> list[jax.Array]:
     """`from_units` with a step and a shadow (a place and rows), and the number of inputs with outliers, `[1]`
@@ -108,11 +108,11 @@ def from_units_with_shadow(
     return call(
         "from_units",
         [jax.ShapeDtypeStruct((h.shape[0], weight.shape[-1]), jnp.float32), *_channels(shadow, 1)],
-        (h, count_operand(live), optional(residual)),
+        (h, count_operand(valid_rows), optional(residual)),
         (*parts_of(weight), counts_operand(used), steps_operand(step), *shadow),
         **format_of(weight),
         **segments_of(used, weight),
-        widen=not rowwise,
+        widen=not batch_invariant,
     )
 
 
@@ -136,9 +136,9 @@ def feed_forward_with_shadow(
     norm_eps: float,
     residual: bool,
     used: UsedUnits | None = None,
-    rowwise: bool = False,
+    batch_invariant: bool = False,
     steps: tuple[jax.Array, jax.Array] | None = None,
-    live: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
     shadow: Sequence[Operand] = (),
 ) -> list[jax.Array]:
     """`feed_forward` with steps and a shadow, and the numbers of channels of x and of units with outliers,
@@ -149,7 +149,7 @@ def feed_forward_with_shadow(
     return call(
         "feed_forward",
         [jax.ShapeDtypeStruct(x.shape, jnp.float32), *_channels(shadow, 2)],
-        (x, count_operand(live)),
+        (x, count_operand(valid_rows)),
         (
             optional(norm_scale),
             counts_operand(used),
@@ -163,7 +163,7 @@ def feed_forward_with_shadow(
         **block_of(used, up, activation),
         residual=residual,
         eps=np.float32(norm_eps),
-        widen=not rowwise,
+        widen=not batch_invariant,
     )
 
 
@@ -173,12 +173,12 @@ def _channels(shadow: Sequence[Operand], count: int) -> list[jax.ShapeDtypeStruc
 
 
 def add_normed(
-    residual: jax.Array, x: jax.Array, scale: Operand, eps: float, live: jax.Array | None = None
+    residual: jax.Array, x: jax.Array, scale: Operand, eps: float, valid_rows: jax.Array | None = None
 ) -> jax.Array:
-    """`residual` and the RMS norm of rows `x`, both `[M, D]` float32: `[M, D]`. For `live` see
+    """`residual` and the RMS norm of rows `x`, both `[M, D]` float32: `[M, D]`. For `valid_rows` see
     `to_units`."""
     result = jax.ShapeDtypeStruct(x.shape, jnp.float32)
-    return call("add_normed", result, (x, residual, count_operand(live)), (scale,), eps=np.float32(eps))
+    return call("add_normed", result, (x, residual, count_operand(valid_rows)), (scale,), eps=np.float32(eps))
 
 
 def integer_product(x: jax.Array, weight: BlockedArray) -> jax.Array:
@@ -190,11 +190,11 @@ def integer_product(x: jax.Array, weight: BlockedArray) -> jax.Array:
     return call(x, weight.data)
 
 
-def unit_rows(weight: BlockedArray, index: jax.Array, live: jax.Array | None = None) -> jax.Array:
+def unit_rows(weight: BlockedArray, index: jax.Array, valid_rows: jax.Array | None = None) -> jax.Array:
     """Rows of a weight `[R, C]`, contracted along its last axis, at `index` (any shape, int32; out of range
-    counts as the last): `[*index.shape, C]` float32. For `live` see `to_units`."""
+    counts as the last): `[*index.shape, C]` float32. For `valid_rows` see `to_units`."""
     result = jax.ShapeDtypeStruct((*index.shape, weight.shape[-1]), jnp.float32)
-    buffers, operands = (index, count_operand(live)), arrays_of(weight)
+    buffers, operands = (index, count_operand(valid_rows)), arrays_of(weight)
     outputs = np.int64(weight.shape[0])
     return call("unit_rows", result, buffers, operands, **format_of(weight), outputs=outputs)
 

@@ -18,7 +18,7 @@ from jaxllm.kv.states import STATES, Source, States, no_source, no_states
 from jaxllm.layer_configs import kv_layer, layer_config, shares_kv
 
 if TYPE_CHECKING:
-    from jaxllm.contexts.coded import CodedChunks
+    from jaxllm.contexts.coded import QuantizedPrefix
 
 
 @jax.tree_util.register_dataclass
@@ -237,7 +237,7 @@ class Past:
     keys: jax.Array
     values: jax.Array
     slot: jax.Array | np.integer | None = None
-    coded: "CodedChunks | None" = None
+    coded: "QuantizedPrefix | None" = None
     source: Source | None = None
 
     @property
@@ -296,7 +296,7 @@ class KVCache:
     length: jax.Array
     mass: jax.Array | None = None
     places: tuple[tuple[int, int], ...] | None = dataclasses.field(default=None, metadata={"static": True})
-    coded: "CodedChunks | None" = None
+    coded: "QuantizedPrefix | None" = None
     source: Source | None = None
     states: States | None = None
 
@@ -402,16 +402,16 @@ class KVCache:
         """The same rows, for later tokens after other coded chunks, with zero attention mass.
 
         Args:
-          chunks: see `CodedChunks.source`.
+          chunks: see `QuantizedPrefix.source`.
           tokens: number of tokens of these chunks, int32.
         """
-        from jaxllm.contexts.coded import CodedChunks
+        from jaxllm.contexts.coded import QuantizedPrefix
 
         before = self.coded
         assert before is not None
         # Constructed directly: `replace` takes several times as long, and dominates a switch.
         mass = None if before.mass is None else np.zeros((self._batch, before.mass.shape[-1]), np.float32)
-        coded = CodedChunks(tokens, chunks, before.form, before.bits, mass, before.layer)
+        coded = QuantizedPrefix(tokens, chunks, before.form, before.bits, mass, before.layer)
         own = np.zeros((self._batch, self.capacity_tokens), np.float32)
         return KVCache(self.keys, self.values, tokens, own, self.places, coded, self.source, self.states)  # pyright: ignore
 
@@ -468,7 +468,7 @@ def new_cache(
     dtype: DTypeLike,
     mass: bool = False,
     stacked: bool = True,
-    coded: "CodedChunks | None" = None,
+    coded: "QuantizedPrefix | None" = None,
     source_tokens: int = 0,
 ) -> KVCache:
     """An empty cache for `tokens` positions, with or without their attention mass, after coded chunks, if

@@ -21,10 +21,10 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.kv.states import Source
-from jaxllm.models.features import require_decoder_alone, require_room
+from jaxllm.models.features import require_decoder_alone, require_feature
 from jaxllm.models.layer import (
     ALL_ROWS,
-    InputRows,
+    InputEmbeddings,
     Rows,
     TokenOrder,
     attend_cache,
@@ -60,7 +60,7 @@ def forward(
     cfg: ModelConfig,
     valid: jax.Array | None = None,
     row: jax.Array | None = None,
-    inputs: InputRows | None = None,
+    inputs: InputEmbeddings | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, Cache]:
     """Hidden states of new tokens, and the cache with their keys and values.
@@ -99,7 +99,7 @@ def forward_at(
     cfg: ModelConfig,
     dtype: DTypeLike = jnp.float32,
     row: jax.Array | None = None,
-    inputs: InputRows | None = None,
+    inputs: InputEmbeddings | None = None,
 ) -> tuple[jax.Array, KVCache]:
     """`forward` of tokens at any positions of a cache; the cache's length stays unchanged.
 
@@ -115,8 +115,8 @@ def forward_at(
                 f"{cfg.model_type} has; give tokens"
             )
     rows = Rows.at(at)
-    live = rows.valid if tokens.shape[0] == 1 else None
-    x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, live=live, inputs=inputs)
+    valid_rows = rows.valid if tokens.shape[0] == 1 else None
+    x = embed_tokens(params, tokens, at.positions, cfg=cfg, dtype=dtype, valid_rows=valid_rows, inputs=inputs)
     rotaries, bias = rotary_by_rope(at.positions, cfg), position_bias(params, cfg)
     shared = _first_shared(params, tokens, x, cfg, rows)
 
@@ -146,13 +146,23 @@ def forward_at(
 
 
 def final_normed(
-    params: Params, x: jax.Array, *, cfg: ModelConfig, row: jax.Array | None = None, apart: bool = False
+    params: Params,
+    x: jax.Array,
+    *,
+    cfg: ModelConfig,
+    row: jax.Array | None = None,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """The outputs `[..., D]` of an encoder or a decoder from its last layer's: after the final norm, if there
-    is one; with `row` only those of one of the T tokens `[B, 1, D]`. For `apart` see `by_sequence`."""
+    is one; with `row` only those of one of the T tokens `[B, 1, D]`. For `batch_invariant` see
+    `by_sequence`."""
     if row is not None:
         x = jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1)
-    return normalize(x, LayerParams(params, "").norm("final_norm", cfg), apart=apart) if cfg.final_norm else x
+    return (
+        normalize(x, LayerParams(params, "").norm("final_norm", cfg), batch_invariant=batch_invariant)
+        if cfg.final_norm
+        else x
+    )
 
 
 def embed_tokens(
@@ -162,12 +172,12 @@ def embed_tokens(
     *,
     cfg: ModelConfig,
     dtype: DTypeLike = jnp.float32,
-    live: jax.Array | None = None,
-    inputs: InputRows | None = None,
+    valid_rows: jax.Array | None = None,
+    inputs: InputEmbeddings | None = None,
 ) -> jax.Array:
     """Input of the first layer `[B, T, D]` for tokens `[B, T]` int32 at `positions` `[T]` or `[B, T]`, and
-    rows in place of some; for `live` see `linear.py`."""
-    x = embed(tokens, params["embed.tokens"], dtype, live)
+    rows in place of some; for `valid_rows` see `linear.py`."""
+    x = embed(tokens, params["embed.tokens"], dtype, valid_rows)
     if cfg.embed_scale != 1.0:
         x = x * np.asarray(cfg.embed_scale, x.dtype)
     if inputs is not None:
@@ -330,7 +340,7 @@ def _begin_documents(
 
     require_decoder_alone(cfg, "forward passes over whole documents")
     if branches is not None:
-        require_room(cfg, "tasks")
+        require_feature(cfg, "tasks")
     axes = Axes("forward_documents")
     axes.check(jnp.int32, "B T", tokens=tokens, starts=starts)
     if branches is not None:
@@ -386,17 +396,18 @@ def logits(
     hidden: jax.Array,
     *,
     cfg: ModelConfig,
-    rowwise: bool = False,
-    apart: bool = False,
-    live: jax.Array | None = None,
+    batch_invariant: bool = False,
+    valid_rows: jax.Array | None = None,
 ) -> jax.Array:
-    """Next-token logits `[..., V]` float32 of hidden states `[..., D]`; for `rowwise` and `live` see
-    `linear.py`, for `apart` `by_sequence`."""
+    """Next-token logits `[..., V]` float32 of hidden states `[..., D]`; for
+    `batch_invariant` and `valid_rows` see `linear.py`."""
     bias = LayerParams(params, "").vector("head_bias")
-    out = to_units(hidden, params[head_name(cfg)], bias, rowwise=rowwise, live=live).astype(jnp.float32)
+    out = to_units(
+        hidden, params[head_name(cfg)], bias, batch_invariant=batch_invariant, valid_rows=valid_rows
+    ).astype(jnp.float32)
     if cfg.logit_scale != 1.0:
         out = out * np.float32(cfg.logit_scale)
     if cfg.logit_softcap:
         cap = np.float32(cfg.logit_softcap)
-        out = by_sequence(lambda out: jnp.tanh(out / cap) * cap, out, apart=apart)
+        out = by_sequence(lambda out: jnp.tanh(out / cap) * cap, out, batch_invariant=batch_invariant)
     return out

@@ -74,8 +74,8 @@ def begin_encoder(
       `source_self_attention`), None without relative positions.
     """
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    live = valid if tokens.shape[0] == 1 else None
-    x = embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype, live=live)
+    valid_rows = valid if tokens.shape[0] == 1 else None
+    x = embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype, valid_rows=valid_rows)
     return x, position_bias(params, cfg, both_ways=tokens.shape[1])
 
 

@@ -1,6 +1,6 @@
 """Defines which features support a model: the only place that names unsupported architectures.
 
-Features call `require_room`; `jaxllm info` and the documents list them all.
+Features call `require_feature`; `jaxllm info` and the documents list them all.
 """
 
 from typing import Literal, get_args
@@ -9,11 +9,11 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 
 # Resident weights support every model.
-Room = Literal[
+Feature = Literal[
     "streamed weights",
     "levels",
     "integer prefill",
-    "experts apart",
+    "separate experts",
     "drafter",
     "contexts",
     "adapters",
@@ -21,20 +21,20 @@ Room = Literal[
     "programs",
     "tflite",
 ]
-ROOMS: tuple[Room, ...] = get_args(Room)
+FEATURES: tuple[Feature, ...] = get_args(Feature)
 
 # Features for decoder-only models, with the alternative.
-_ENCODER_DECODER_REFUSALS: dict[Room, str] = {
+_ENCODER_DECODER_REFUSALS: dict[Feature, str] = {
     "integer prefill": "prefill in floats",
     "tasks": "judge its answers: jaxllm eval pairs (of T5, mT5 and Switch), or those of jaxllm generate",
 }
-_ALTERNATIVES: dict[Room, str] = {
+_ALTERNATIVES: dict[Feature, str] = {
     "streamed weights": (
         "give --memory that holds all weights, or narrower weights (jaxllm prepare --weights int4)"
     ),
     "levels": "use the whole model",
     "integer prefill": "prefill in floats",
-    "experts apart": "prepare the model without --expert-bits",
+    "separate experts": "prepare the model without --expert-bits",
     "drafter": "draft with another model, or ngram",
     "contexts": "send the conversation with each call",
     "adapters": "merge the adapter into the folder",
@@ -43,18 +43,18 @@ _ALTERNATIVES: dict[Room, str] = {
     "tflite": "run the model by jaxllm itself",
 }
 # Why models with state layers, and with mixed layers, do not support a feature.
-_STATE_REFUSALS: dict[Room, str] = {
+_STATE_REFUSALS: dict[Feature, str] = {
     "streamed weights": "whose layers run together",
     "levels": "whose states have no units to leave out",
     "integer prefill": "whose states are computed in floats",
-    "experts apart": "whose layers run together",
+    "separate experts": "whose layers run together",
     "drafter": "whose states cannot go back over rejected tokens",
     "adapters": "of which some layers have no attention to adapt",
     "tasks": "whose states follow one line of tokens",
     "programs": "whose caches hold states",
     "tflite": "whose caches hold states",
 }
-_MIXED_REFUSALS: dict[Room, str] = {
+_MIXED_REFUSALS: dict[Feature, str] = {
     "streamed weights": "which run together",
     "levels": "which have no units to leave out",
     "integer prefill": "which are computed in floats",
@@ -66,20 +66,20 @@ _MIXED_REFUSALS: dict[Room, str] = {
 }
 
 
-def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
+def feature_refusal(cfg: ModelConfig, feature: Feature) -> str | None:
     """Why a feature does not support a model; None if it does."""
-    if cfg.encoder is not None and room in _ENCODER_DECODER_REFUSALS:
-        return _decoder_alone_refusal(cfg, room, _ENCODER_DECODER_REFUSALS[room])
+    if cfg.encoder is not None and feature in _ENCODER_DECODER_REFUSALS:
+        return _decoder_alone_refusal(cfg, feature, _ENCODER_DECODER_REFUSALS[feature])
     for applies, refusals, kind in (
         (cfg.states is not None, _STATE_REFUSALS, "state layers"),
         (cfg.mixed is not None, _MIXED_REFUSALS, "layers of two sizes that share keys and values"),
     ):
-        if applies and room in refusals:
+        if applies and feature in refusals:
             model = f"models with {kind}, as {cfg.model_type} is"
-            return f"{room}: not for {model}, {refusals[room]}; {_ALTERNATIVES[room]}"
+            return f"{feature}: not for {model}, {refusals[feature]}; {_ALTERNATIVES[feature]}"
     name, encoder = cfg.model_type, cfg.encoder
     no_prefill = f"({name}) is not implemented; prefill in floats"
-    further: tuple[tuple[Room, object, str], ...] = (
+    further: tuple[tuple[Feature, object, str], ...] = (
         (
             "levels", cfg.expert_bias or cfg.sink_logits,
             f"sub-models of experts with biases and of heads with sink logits ({name}) are not implemented; "
@@ -108,20 +108,20 @@ def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
         ),
         ("integer prefill", cfg.head_bias, f"integer prefill of a bias of the head {no_prefill}"),
         (
-            "experts apart", not cfg.experts,
+            "separate experts", not cfg.experts,
             "the model is no mixture of experts: there are none to store apart",
         ),
         (
-            "experts apart", encoder and encoder.experts != cfg.experts,
-            "experts of an encoder-decoder are stored apart where both sides have as many of them",
+            "separate experts", encoder and encoder.experts != cfg.experts,
+            "experts of an encoder-decoder are stored separately where both sides have as many of them",
         ),
         (
-            "experts apart", cfg.post_norms,
-            "experts of a model with norms behind its blocks cannot be stored apart",
+            "separate experts", cfg.post_norms,
+            "experts of a model with norms behind its blocks cannot be stored separately",
         ),
         (
-            "experts apart", cfg.shared_expert_size,
-            "experts beside one that all tokens visit cannot be stored apart",
+            "separate experts", cfg.shared_expert_size,
+            "experts beside one that all tokens visit cannot be stored separately",
         ),
         (
             "tflite", cfg.experts or (encoder and encoder.experts),
@@ -129,12 +129,12 @@ def room_refusal(cfg: ModelConfig, room: Room) -> str | None:
             "it as stablehlo",
         ),
     )  # fmt: skip
-    return next((why for where, applies, why in further if where == room and applies), None)
+    return next((why for where, applies, why in further if where == feature and applies), None)
 
 
-def require_room(cfg: ModelConfig, room: Room) -> None:
+def require_feature(cfg: ModelConfig, feature: Feature) -> None:
     """Raises ConfigError if a feature does not support a model."""
-    reason = room_refusal(cfg, room)
+    reason = feature_refusal(cfg, feature)
     if reason is not None:
         raise ConfigError(reason)
 

@@ -45,18 +45,18 @@ class Rows:
     Attributes:
       valid: int32 scalar; the first `valid` of the T tokens are valid: outputs of the others are undefined.
         For several sequences of one token each it is the number of valid sequences. None: all.
-      rowwise: see `linear.py`.
+      batch_invariant: see `linear.py`.
     """
 
     valid: jax.Array | None = None
-    rowwise: bool = False
+    batch_invariant: bool = False
 
     @classmethod
     def at(cls, at: TokenPositions) -> "Rows":
         """Those of new tokens of a cache; nodes of a tree are batch-invariant."""
         return cls(at.valid if at.padded else None, at.tree is not None)
 
-    def live(self, x: jax.Array) -> jax.Array | None:
+    def valid_rows(self, x: jax.Array) -> jax.Array | None:
         """The number of rows of `x` `[B, T, D]` that products compute; None for all, as of several sequences
         of several tokens."""
         return self.valid if 1 in x.shape[:2] else None
@@ -95,21 +95,21 @@ def fed_forward(
     """The second half of a layer: feed-forward block or experts of `x` `[B, T, D]`, and the routing if it is
     sparse. `before` is the layer's input."""
     routing = None
-    if cfg.is_sparse(layer) and rows.rowwise and x.shape[0] > 1:
+    if cfg.is_sparse(layer) and rows.batch_invariant and x.shape[0] > 1:
         # Sequences visit different experts, and which of them share a product must not show.
         mixed = by_sequence(
-            lambda x: _experts(weights, x, cfg, chosen_experts(weights, x, cfg)), x, apart=True
+            lambda x: _experts(weights, x, cfg, chosen_experts(weights, x, cfg)), x, batch_invariant=True
         )
     elif cfg.is_sparse(layer):
         routing = chosen_experts(weights, x, cfg, differentiable=differentiable)
         visiting = visiting_tokens(routing, cfg, rows)
-        mixed = _experts(weights, x, cfg, routing, live=visiting, differentiable=differentiable)
+        mixed = _experts(weights, x, cfg, routing, valid_rows=visiting, differentiable=differentiable)
     else:
         mixed = dense_block(weights, before if cfg.parallel_blocks else x, cfg, rows)
         mixed = x + mixed if cfg.parallel_blocks else mixed
     if cfg.post_norms:
         norm = weights.norm("ffn_post_norm", cfg)
-        mixed = add_normed(x, mixed, norm, rows.live(x), rowwise=rows.rowwise)
+        mixed = add_normed(x, mixed, norm, rows.valid_rows(x), batch_invariant=rows.batch_invariant)
     return (normalize(mixed, weights.norm("ffn_norm", cfg)) if cfg.norm_after else mixed), routing
 
 
@@ -132,8 +132,8 @@ def attended(
       heads: inputs of attention; None for those of the layer's own products of x.
       drop: changes the output before x is added.
     """
-    live, rowwise, (groups, _) = rows.live(x), rows.rowwise, weights.used
-    shared: dict[str, Any] = {"used": groups, "rowwise": rowwise, "live": live}
+    valid_rows, batch_invariant, (groups, _) = rows.valid_rows(x), rows.batch_invariant, weights.used
+    shared: dict[str, Any] = {"used": groups, "batch_invariant": batch_invariant, "valid_rows": valid_rows}
     gate: list[jax.Array] = []
     if heads is None:
         names = ["q"] if name == "cross" else ["q", "k", "v", *(["gate"] if cfg.attention_gate else [])]
@@ -144,11 +144,13 @@ def attended(
             heads = Heads(q.reshape(*q.shape[:3], cfg.group, cfg.head_dim), None, None)  # pyright: ignore
         else:
             k, v, *gate = others
-            heads = normed_heads(weights, q, k, v, cfg, apart=rowwise)
+            heads = normed_heads(weights, q, k, v, cfg, batch_invariant=batch_invariant)
     out, kept = attend(heads, groups)
     out = out.reshape(*out.shape[:3], -1)
     if gate:
-        out = by_sequence(lambda out, gate: out * jax.nn.sigmoid(gate), out, *gate, apart=rowwise)
+        out = by_sequence(
+            lambda out, gate: out * jax.nn.sigmoid(gate), out, *gate, batch_invariant=batch_invariant
+        )
     # The output product adds the residual, unless something comes between.
     residual = None if cfg.post_norms or drop is not None else x
     o_bias = weights.vector(f"{name}.o_bias")
@@ -156,18 +158,26 @@ def attended(
     if drop is not None:
         mixed = x + drop(mixed)
     if cfg.post_norms:
-        mixed = add_normed(x, mixed, weights.norm(f"{name}_post_norm", cfg), live, rowwise=rowwise)
+        mixed = add_normed(
+            x, mixed, weights.norm(f"{name}_post_norm", cfg), valid_rows, batch_invariant=batch_invariant
+        )
     return (normalize(mixed, weights.norm(f"{name}_norm", cfg)) if cfg.norm_after else mixed), kept
 
 
 def normed_heads(
-    weights: LayerParams, q: jax.Array, k: jax.Array, v: jax.Array, cfg: ModelConfig, *, apart: bool = False
+    weights: LayerParams,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cfg: ModelConfig,
+    *,
+    batch_invariant: bool = False,
 ) -> Heads:
     """Inputs of attention from a layer's products `[B, T, K, G·H]` and `[B, T, K, H]`, normalized and clipped
-    as the model does; for `apart` see `by_sequence`."""
+    as the model does; for `batch_invariant` see `by_sequence`."""
 
     def normed(each: jax.Array, name: str) -> jax.Array:
-        return normalize(each, weights.norm(f"attn.{name}_norm", cfg), apart=apart)
+        return normalize(each, weights.norm(f"attn.{name}_norm", cfg), batch_invariant=batch_invariant)
 
     if cfg.joint_qk_norm:
         q, k = (
@@ -293,7 +303,11 @@ def dense_block(
     norm = weights.pre_norm("attn_norm" if cfg.parallel_blocks else "ffn_norm", cfg)
     _, used = weights.used
     add_input = not cfg.post_norms and not cfg.parallel_blocks and drop is None
-    how: dict[str, Any] = {"used": used, "rowwise": rows.rowwise, "live": rows.live(x)}
+    how: dict[str, Any] = {
+        "used": used,
+        "batch_invariant": rows.batch_invariant,
+        "valid_rows": rows.valid_rows(x),
+    }
     return feed_forward(x, norm, block, add_input=add_input, **how)
 
 
@@ -303,14 +317,14 @@ def _experts(
     cfg: ModelConfig,
     routing: "Routing",
     *,
-    live: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
     differentiable: bool = False,
 ) -> jax.Array:
     """Mixture of experts of `x` `[B, T, D]`; x is added here unless a norm comes between."""
     from jaxllm.experts.mixture import mixture
 
     norm = weights.norm("ffn_norm", cfg)
-    how = {"add_input": not cfg.post_norms, "live": live, "differentiable": differentiable}
+    how = {"add_input": not cfg.post_norms, "valid_rows": valid_rows, "differentiable": differentiable}
     out = mixture(x, norm, routing, expert_block(weights, cfg), **how)
     if not cfg.shared_expert_size:
         return out
@@ -356,12 +370,12 @@ def chosen_experts(
 
 def visiting_tokens(routing: "Routing", cfg: ModelConfig, rows: Rows) -> jax.Array | None:
     """Mask of the tokens that visit their experts, `[T]` or `[B, T]` bool: each valid one, unless as many
-    earlier tokens as an expert's capacity visit the same. Nodes of a tree (`rowwise`) have no earlier tokens,
-    so that the capacity is never exceeded. None if all visit."""
+    earlier tokens as an expert's capacity visit the same. Nodes of a tree (`batch_invariant`) have no earlier
+    tokens, so that the capacity is never exceeded. None if all visit."""
     if rows.valid is None:
         return None
     real = jnp.arange(routing.ids.shape[1], dtype=jnp.int32) < rows.valid
-    return within_capacity(routing, real, cfg) if cfg.expert_capacity and not rows.rowwise else real
+    return within_capacity(routing, real, cfg) if cfg.expert_capacity and not rows.batch_invariant else real
 
 
 def within_capacity(routing: "Routing", real: jax.Array, cfg: ModelConfig) -> jax.Array:
@@ -383,7 +397,7 @@ def with_room(cfg: ModelConfig, tokens: int) -> ModelConfig:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class InputRows:
+class InputEmbeddings:
     """Embeddings of some of T new tokens, which no token id can reproduce, such as those of an image.
 
     Attributes:

@@ -26,7 +26,7 @@ from jaxllm.kernels.native import Operand, TableArray, WeightTable
 from jaxllm.kernels.native_call import PARAMETER, UsedUnits, used_units, value
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.nn.layers import Norm
-from jaxllm.quant import Adapted, Apart, BlockedArray, Weight, sliced
+from jaxllm.quant import Adapted, BlockedArray, PerExpert, Weight, sliced
 from jaxllm.quant.parts import StackedArray, StackEntry, new_stack, placed, taken, with_row
 
 # Name of the parameter with the layers: a `LayerStack` or `StackedLayers`; in a step of one layer a
@@ -310,14 +310,14 @@ def can_be_addressed(params: Params, cfg: ModelConfig) -> bool:
             plain = isinstance(weight, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
             return plain and np.dtype(weight.dtype) in (np.float32, np.int32)
         if name.startswith("experts."):
-            return isinstance(weight, Apart) and all(
+            return isinstance(weight, PerExpert) and all(
                 isinstance(each, BlockedArray) for each in weight.matrices
             )
         return isinstance(weight.base if isinstance(weight, Adapted) else weight, BlockedArray)
 
     def agree(layer: Mapping[str, Any]) -> bool:
         """Whether each expert's matrices have one format."""
-        stacks = [each.matrices for each in layer.values() if isinstance(each, Apart)]
+        stacks = [each.matrices for each in layer.values() if isinstance(each, PerExpert)]
         formats = [{(each.bits, each.group) for each in of} for of in zip(*stacks, strict=True)]
         return all(len(each) == 1 for each in formats)
 

@@ -50,15 +50,19 @@ def first_shared(params: Params, tokens: jax.Array, x: jax.Array, cfg: ModelConf
 
     pairs = {slides: none(slides) for slides in (False, True)}
     assert cfg.mixed is not None
-    size, live, rowwise = cfg.mixed.layer_input_size, rows.live(x), rows.rowwise
+    size, valid_rows, batch_invariant = cfg.mixed.layer_input_size, rows.valid_rows(x), rows.batch_invariant
     if not size:
         return SharedKV(pairs, None)
     # Of each token an embedding, and a normalized product of `x`.
     shape = (*tokens.shape, cfg.layers, size)
-    own = embed(tokens, params["embed.layer_inputs"], x.dtype, live).reshape(shape)
-    projected = to_units(x, params["embed.input_projection"], rowwise=rowwise, live=live).astype(x.dtype)
+    own = embed(tokens, params["embed.layer_inputs"], x.dtype, valid_rows).reshape(shape)
+    projected = to_units(
+        x, params["embed.input_projection"], batch_invariant=batch_invariant, valid_rows=valid_rows
+    ).astype(x.dtype)
     projected = (projected * np.asarray(cfg.hidden_size**-0.5, x.dtype)).reshape(shape)
-    projected = normalize(projected, LayerParams(params, "").norm("embed.input_norm", cfg), apart=rowwise)
+    projected = normalize(
+        projected, LayerParams(params, "").norm("embed.input_norm", cfg), batch_invariant=batch_invariant
+    )
     inputs = (projected + own * np.asarray(size**0.5, x.dtype)) * np.asarray(2**-0.5, x.dtype)
     return SharedKV(pairs, inputs)
 
@@ -76,8 +80,8 @@ def run_mixed_layer(
 ) -> tuple[jax.Array, SharedKV, Kept]:
     """One layer of `x` `[B, T, D]`: its output, values for later layers, and the state from `attend`. `like`
     is the layer or an equal one; only its `number`, for its inputs, may be unknown at trace time."""
-    live, rowwise = rows.live(x), rows.rowwise
-    how = {"live": live, "rowwise": rowwise}
+    valid_rows, batch_invariant = rows.valid_rows(x), rows.batch_invariant
+    how = {"valid_rows": valid_rows, "batch_invariant": batch_invariant}
     heads, shared = _heads(weights, x, shared, cfg, like, rows)
     x, kept = attended(weights, x, cfg, attend, heads=heads, rows=rows)
     own: ModelConfig = layer_config(cfg, like)
@@ -94,7 +98,9 @@ def run_mixed_layer(
         def gated(gate: jax.Array, given: jax.Array) -> jax.Array:
             return activate(gate, cfg.activation) * given
 
-        added = from_units(by_sequence(gated, gate, given, apart=rowwise), weights["layer_input.o"], **how)
+        added = from_units(
+            by_sequence(gated, gate, given, batch_invariant=batch_invariant), weights["layer_input.o"], **how
+        )
         x = add_normed(x, added, weights.norm("layer_input_norm", cfg), **how)
     scale = weights.vector("output.scale")
     assert scale is not None
@@ -105,7 +111,7 @@ def _dense_and_experts(weights: LayerParams, x: jax.Array, own: ModelConfig, row
     """The sum of a feed-forward block and of experts of `x` `[B, T, D]`, each normalized."""
 
     def normed(name: str, out: jax.Array) -> jax.Array:
-        return normalize(out, weights.norm(f"{name}_post_norm", own), apart=rows.rowwise)
+        return normalize(out, weights.norm(f"{name}_post_norm", own), batch_invariant=rows.batch_invariant)
 
     scale, factors = weights.vector("router_norm.scale"), weights.vector("router_output.scale")
     assert scale is not None
@@ -119,7 +125,7 @@ def _dense_and_experts(weights: LayerParams, x: jax.Array, own: ModelConfig, row
     )
     routing = dataclasses.replace(routing, weights=routing.weights * factors[routing.ids])
     real = None if rows.valid is None else jnp.arange(x.shape[1], dtype=jnp.int32) < rows.valid
-    out = mixture(x, weights.norm("experts_norm", own), routing, expert_block(weights, own), live=real)
+    out = mixture(x, weights.norm("experts_norm", own), routing, expert_block(weights, own), valid_rows=real)
     return normed("dense", dense_block(weights, x, own, rows)) + normed("experts", out)
 
 
@@ -127,21 +133,23 @@ def _heads(
     weights: LayerParams, x: jax.Array, shared: SharedKV, cfg: ModelConfig, like: int, rows: Rows
 ) -> tuple[Heads, SharedKV]:
     """Inputs of attention, and values for later layers, including the layer's keys and values, if any."""
-    mixed, rowwise, slides = cfg.mixed, rows.rowwise, cfg.attention_windows[like] > 0
+    mixed, batch_invariant, slides = cfg.mixed, rows.batch_invariant, cfg.attention_windows[like] > 0
     assert mixed is not None
     names = ["q"] if shares_kv(cfg, like) else ["q", "k", "v"]
     if mixed.keys_as_values and not slides:
         names = names[:2]
     matrices, norm = [weights[f"attn.{name}"] for name in names], weights.norm("attn_norm", cfg)
-    how = {"live": rows.live(x), "rowwise": rowwise}
+    how = {"valid_rows": rows.valid_rows(x), "batch_invariant": batch_invariant}
     q, *own = normed_to_units(x, norm, matrices, [None] * len(names), **how)
     if own:
         k, v = own[0], own[-1]
         # Values are normalized without a scale.
         ones = Norm(jnp.ones(v.shape[-1], jnp.float32), None, cfg.norm_eps)
-        k = normalize(k, weights.norm("attn.k_norm", cfg), apart=rowwise).astype(x.dtype)
-        v = normalize(v, ones, apart=rowwise).astype(x.dtype)
+        k = normalize(k, weights.norm("attn.k_norm", cfg), batch_invariant=batch_invariant).astype(x.dtype)
+        v = normalize(v, ones, batch_invariant=batch_invariant).astype(x.dtype)
         shared = dataclasses.replace(shared, pairs={**shared.pairs, slides: (k, v)})
     k, v = shared.pairs[slides]
     q = q.reshape(*q.shape[:3], -1, k.shape[-1])
-    return Heads(normalize(q, weights.norm("attn.q_norm", cfg), apart=rowwise), k, v), shared
+    return Heads(
+        normalize(q, weights.norm("attn.q_norm", cfg), batch_invariant=batch_invariant), k, v
+    ), shared

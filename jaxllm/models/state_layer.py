@@ -116,7 +116,7 @@ def mixed_by_state(
     mix = _short_conv if cfg.states.kind == "short_conv" else _delta_rule
     out, state = mix(weights, x, state, tokens, cfg)
     bias = weights.vector("state.o_bias")
-    how = {"live": tokens.rows.live(x), "rowwise": tokens.rows.rowwise}
+    how = {"valid_rows": tokens.rows.valid_rows(x), "batch_invariant": tokens.rows.batch_invariant}
     return from_units(out.astype(x.dtype), weights["state.o"], bias, residual=x, **how), state
 
 
@@ -165,8 +165,8 @@ def _products(
         weights.norm("state_norm", cfg),
         [weights[f"state.{name}"] for name in names],
         [weights.vector(f"state.{name}_bias") for name in names],
-        live=tokens.rows.live(x),
-        rowwise=tokens.rows.rowwise,
+        valid_rows=tokens.rows.valid_rows(x),
+        batch_invariant=tokens.rows.batch_invariant,
     )
 
 

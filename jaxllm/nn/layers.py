@@ -20,7 +20,7 @@ from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.kv.states import Source, SourceKV
 
 if TYPE_CHECKING:
-    from jaxllm.contexts.coded import CodedChunks
+    from jaxllm.contexts.coded import QuantizedPrefix
 
 # Attention over only a prefix of a cache, for programs on CPUs, which call no native kernels.
 #
@@ -441,7 +441,7 @@ def _biased(bias: jax.Array, at: TokenPositions, visible: jax.Array) -> jax.Arra
 
 
 def _behind_chunks(
-    at: TokenPositions, coded: "CodedChunks", front: int, capacity: int, window: int
+    at: TokenPositions, coded: "QuantizedPrefix", front: int, capacity: int, window: int
 ) -> jax.Array:
     """Returns the mask `[T, front + capacity]` over the rows of chunks, valid up to `coded.tokens`, and
     those of the cache after them."""
@@ -467,24 +467,24 @@ class Norm:
     eps: float = dataclasses.field(metadata={"static": True})
 
 
-def normalize(x: jax.Array, norm: Norm, *, apart: bool = False) -> jax.Array:
-    """`norm` of `x` `[..., D]`; for `apart` see `by_sequence`."""
+def normalize(x: jax.Array, norm: Norm, *, batch_invariant: bool = False) -> jax.Array:
+    """`norm` of `x` `[..., D]`; for `batch_invariant` see `by_sequence`."""
     scale, bias = value(norm.scale), None if norm.bias is None else value(norm.bias)
 
     def normed(x: jax.Array) -> jax.Array:
         return rms_norm(x, scale, norm.eps) if bias is None else layer_norm(x, scale, bias, norm.eps)
 
-    return by_sequence(normed, x, apart=apart)
+    return by_sequence(normed, x, batch_invariant=batch_invariant)
 
 
-def by_sequence(function: Callable[..., jax.Array], *arrays: jax.Array, apart: bool) -> jax.Array:
-    """Applies `function` to arrays `[B, ...]`; if `apart`, to each of the B sequences separately.
+def by_sequence(function: Callable[..., jax.Array], *arrays: jax.Array, batch_invariant: bool) -> jax.Array:
+    """Applies `function` to arrays `[B, ...]`; if `batch_invariant`, to each of the B sequences separately.
 
     XLA orders sums, and approximates functions, by the shape of their operands: a separate sequence gets
     bit for bit its results without a batch.
     """
     batch = arrays[0].shape[0]
-    if not apart or batch == 1:
+    if not batch_invariant or batch == 1:
         return function(*arrays)
     if batch > _MOST_UNROLLED:
         return jax.lax.map(lambda each: function(*(array[None] for array in each))[0], arrays)

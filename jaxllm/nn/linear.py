@@ -84,10 +84,10 @@ _half_product.defvjp(_forward, _backward)
 # With a `step`, activations are quantized to 8-bit integer multiples of it, clipped at ±127, in every format
 # of weights (mllm-NPU, arXiv 2407.05858, equation 1; for its outliers see `jaxllm.int8_prefill.shadow`).
 #
-# With `live`, an int32 scalar, only the first `live` rows of activations are computed; the other rows of the
-# result are undefined. Only native products save this work.
+# With `valid_rows`, an int32 scalar, only the first `valid_rows` rows of activations are computed; the other
+# rows of the result are undefined. Only native products save this work.
 #
-# With `rowwise`, native products give each token bit for bit its result without the others, which
+# With `batch_invariant`, native products give each token bit for bit its result without the others, which
 # verification of drafted tokens needs. 8-bit products always do; at fewer bits products of many tokens are
 # slower this way. XLA's part is computed for each sequence of a batch separately.
 #
@@ -126,8 +126,8 @@ class FeedForward:
         return any(bias is not None for bias in (self.up_bias, self.down_bias, self.gate_bias))
 
 
-# Options of a product besides activations and weights, by name (see above): `used`, `live` and `step`, or
-# `steps` of a block. They are operands of the functions that a platform chooses from.
+# Options of a product besides activations and weights, by name (see above): `used`, `valid_rows` and `step`,
+# or `steps` of a block. They are operands of the functions that a platform chooses from.
 _Options = dict[str, Any]
 
 
@@ -137,21 +137,21 @@ def to_units(
     bias: jax.Array | None = None,
     *,
     used: UsedUnits | None = None,
-    rowwise: bool = False,
+    batch_invariant: bool = False,
     step: jax.Array | None = None,
-    live: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
 ) -> jax.Array:
     """Contracts the last axis of `x` `[..., D]` with that of `weight` `[*U, D]`: `[..., *U]`."""
     units, width = weight.shape[:-1], weight.shape[-1]
     rows = x.reshape(-1, width)
 
     def by_kernel(rows: jax.Array, weight: Adaptable, options: _Options) -> jax.Array:
-        return native_products.to_units(rows, [weight], rowwise=rowwise, **options)[0]
+        return native_products.to_units(rows, [weight], batch_invariant=batch_invariant, **options)[0]
 
     def by_xla(rows: jax.Array, weight: Weight, options: _Options) -> jax.Array:
         return _product(rows, weight, options["step"], axis=1)
 
-    options: _Options = {"used": used, "step": step, "live": live}
+    options: _Options = {"used": used, "step": step, "valid_rows": valid_rows}
     if in_blocks(weight):
         out = natively(by_kernel, by_xla, rows, weight, options)
     else:
@@ -166,28 +166,30 @@ def normed_to_units(
     biases: Sequence[jax.Array | None],
     *,
     used: UsedUnits | None = None,
-    rowwise: bool = False,
+    batch_invariant: bool = False,
     step: jax.Array | None = None,
-    live: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
 ) -> list[jax.Array]:
     """`to_units` of `norm(x)`, or of x unchanged, with each weight."""
 
     def apart(x: jax.Array, norm: Norm | None, weights: list[Weight], options: _Options) -> list[jax.Array]:
-        normed = x if norm is None else normalize(x, norm, apart=rowwise)
-        return [to_units(normed, weight, rowwise=rowwise, **options) for weight in weights]
+        normed = x if norm is None else normalize(x, norm, batch_invariant=batch_invariant)
+        return [to_units(normed, weight, batch_invariant=batch_invariant, **options) for weight in weights]
 
     def together(
         x: jax.Array, norm: Norm | None, weights: list[Adaptable], options: _Options
     ) -> list[jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
         fused = {} if norm is None else {"norm_scale": norm.scale, "norm_eps": norm.eps}
-        products = native_products.to_units(rows, weights, rowwise=rowwise, **fused, **options)
+        products = native_products.to_units(
+            rows, weights, batch_invariant=batch_invariant, **fused, **options
+        )
         return [
             out.reshape(*x.shape[:-1], *weight.shape[:-1])
             for out, weight in zip(products, weights, strict=True)
         ]
 
-    options: _Options = {"used": used, "step": step, "live": live}
+    options: _Options = {"used": used, "step": step, "valid_rows": valid_rows}
     if (norm is None or norm.bias is None) and _one_format(weights):
         outs = natively(together, apart, x, norm, list(weights), options)
     else:
@@ -202,9 +204,9 @@ def from_units(
     residual: jax.Array | None = None,
     *,
     used: UsedUnits | None = None,
-    rowwise: bool = False,
+    batch_invariant: bool = False,
     step: jax.Array | None = None,
-    live: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
 ) -> jax.Array:
     """Contracts the unit axes of `h` `[..., *U]` with those of `weight` `[*U, D]`, and adds `residual`
     `[..., D]` if there is one: `[..., D]`."""
@@ -216,14 +218,16 @@ def from_units(
     ) -> jax.Array:
         rows = h.reshape(-1, math.prod(units))
         add = None if residual is None else residual.reshape(-1, width).astype(rows.dtype)
-        return native_products.from_units(rows, weight, residual=add, rowwise=rowwise, **options)
+        return native_products.from_units(
+            rows, weight, residual=add, batch_invariant=batch_invariant, **options
+        )
 
     def by_xla(h: jax.Array, weight: Weight, residual: jax.Array | None, options: _Options) -> jax.Array:
         h = h if options["used"] is None else options["used"].only(h, len(batch))
         out = _product(h.reshape(-1, math.prod(units)), weight, options["step"], axis=0)
         return out if residual is None else residual.reshape(out.shape) + out
 
-    options: _Options = {"used": used, "step": step, "live": live}
+    options: _Options = {"used": used, "step": step, "valid_rows": valid_rows}
     if in_blocks(weight):
         out = natively(by_kernel, by_xla, h, weight, residual, options)
         return _with_bias(out.reshape(*batch, width), bias)
@@ -238,23 +242,31 @@ def feed_forward(
     *,
     add_input: bool,
     used: UsedUnits | None = None,
-    rowwise: bool = False,
+    batch_invariant: bool = False,
     steps: Steps | None = None,
-    live: jax.Array | None = None,
+    valid_rows: jax.Array | None = None,
 ) -> jax.Array:
     """`down(activation(gate(norm(x))) · up(norm(x)))` of `x` `[..., D]`, plus x if `add_input`; without a
     norm x is read unchanged. `steps`: of the inputs of the first products and of `down` (see above)."""
 
     def apart(x: jax.Array, norm: Norm | None, weights: FeedForward, options: _Options) -> jax.Array:
         step, hidden_step = options["steps"] or (None, None)
-        shared = {"used": options["used"], "live": options["live"], "rowwise": rowwise}
+        shared = {
+            "used": options["used"],
+            "valid_rows": options["valid_rows"],
+            "batch_invariant": batch_invariant,
+        }
         if weights.gate is None:
             (up,) = normed_to_units(x, norm, (weights.up,), (weights.up_bias,), step=step, **shared)
-            hidden = by_sequence(lambda up: activate(up, weights.activation), up, apart=rowwise)
+            hidden = by_sequence(
+                lambda up: activate(up, weights.activation), up, batch_invariant=batch_invariant
+            )
         else:
             both, biases = (weights.gate, weights.up), (weights.gate_bias, weights.up_bias)
             outs = normed_to_units(x, norm, both, biases, step=step, **shared)
-            hidden = by_sequence(lambda gate, up: gated(gate, up, weights.activation), *outs, apart=rowwise)
+            hidden = by_sequence(
+                lambda gate, up: gated(gate, up, weights.activation), *outs, batch_invariant=batch_invariant
+            )
         hidden = only_of_rows(hidden, options["used"], hidden.ndim - 1)
         hidden = hidden if weights.drop is None else weights.drop(hidden)
         shared |= {"residual": x if add_input else None}
@@ -262,7 +274,7 @@ def feed_forward(
 
     def together(x: jax.Array, norm: Norm | None, weights: FeedForward, options: _Options) -> jax.Array:
         fused = norm is None or norm.bias is None
-        normed = x if norm is None or fused else normalize(x, norm, apart=rowwise)
+        normed = x if norm is None or fused else normalize(x, norm, batch_invariant=batch_invariant)
         rows = normed.reshape(-1, x.shape[-1])
         out = native_products.feed_forward(
             rows,
@@ -273,53 +285,62 @@ def feed_forward(
             norm_scale=None if norm is None or not fused else norm.scale,
             norm_eps=0.0 if norm is None else norm.eps,
             residual=add_input and fused,
-            rowwise=rowwise,
+            batch_invariant=batch_invariant,
             **options,
         ).reshape(x.shape)
         return x + out if add_input and not fused else out
 
-    options: _Options = {"used": used, "steps": steps, "live": live}
+    options: _Options = {"used": used, "steps": steps, "valid_rows": valid_rows}
     if weights.biased or weights.drop is not None or not _one_format(weights.weights):
         return apart(x, norm, weights, options)
     return natively(together, apart, x, norm, weights, options)
 
 
 def add_normed(
-    residual: jax.Array, x: jax.Array, norm: Norm, live: jax.Array | None = None, *, rowwise: bool = False
+    residual: jax.Array,
+    x: jax.Array,
+    norm: Norm,
+    valid_rows: jax.Array | None = None,
+    *,
+    batch_invariant: bool = False,
 ) -> jax.Array:
     """`residual + norm(x)`, `[..., D]`. Native kernels give each token bit for bit its result without
     others."""
 
-    def by_xla(x: jax.Array, residual: jax.Array, norm: Norm, live: jax.Array | None) -> jax.Array:
-        del live
-        return residual + normalize(x, norm, apart=rowwise)
+    def by_xla(x: jax.Array, residual: jax.Array, norm: Norm, valid_rows: jax.Array | None) -> jax.Array:
+        del valid_rows
+        return residual + normalize(x, norm, batch_invariant=batch_invariant)
 
-    def by_kernel(x: jax.Array, residual: jax.Array, norm: Norm, live: jax.Array | None) -> jax.Array:
+    def by_kernel(x: jax.Array, residual: jax.Array, norm: Norm, valid_rows: jax.Array | None) -> jax.Array:
         rows = (-1, x.shape[-1])
         wide = residual.astype(jnp.float32).reshape(rows)
-        return native_products.add_normed(wide, x.reshape(rows), norm.scale, norm.eps, live).reshape(x.shape)
+        return native_products.add_normed(wide, x.reshape(rows), norm.scale, norm.eps, valid_rows).reshape(
+            x.shape
+        )
 
     if norm.bias is not None:
-        return by_xla(x, residual, norm, live)
-    return natively(by_kernel, by_xla, x, residual, norm, live)
+        return by_xla(x, residual, norm, valid_rows)
+    return natively(by_kernel, by_xla, x, residual, norm, valid_rows)
 
 
-def embed(tokens: jax.Array, embedding: Weight, dtype: DTypeLike, live: jax.Array | None = None) -> jax.Array:
+def embed(
+    tokens: jax.Array, embedding: Weight, dtype: DTypeLike, valid_rows: jax.Array | None = None
+) -> jax.Array:
     """Rows of `embedding` `[V, D]` at `tokens` (any shape, in range): `[*tokens.shape, D]` in `dtype`; for
-    `live` see the module docstring."""
+    `valid_rows` see the module docstring."""
 
-    def by_xla(tokens: jax.Array, live: jax.Array | None) -> jax.Array:
-        del live
+    def by_xla(tokens: jax.Array, valid_rows: jax.Array | None) -> jax.Array:
+        del valid_rows
         return embedding_rows(embedding, tokens, dtype)
 
     if not isinstance(embedding, BlockedArray) or not native.kernels().native:
-        return by_xla(tokens, live)
+        return by_xla(tokens, valid_rows)
     blocked = embedding
 
-    def by_kernel(tokens: jax.Array, live: jax.Array | None) -> jax.Array:
-        return native_products.unit_rows(blocked, tokens, live).astype(dtype)
+    def by_kernel(tokens: jax.Array, valid_rows: jax.Array | None) -> jax.Array:
+        return native_products.unit_rows(blocked, tokens, valid_rows).astype(dtype)
 
-    return jax.lax.platform_dependent(tokens, live, cpu=by_kernel, default=by_xla)
+    return jax.lax.platform_dependent(tokens, valid_rows, cpu=by_kernel, default=by_xla)
 
 
 def in_blocks(weight: Weight) -> bool:

@@ -23,9 +23,9 @@ from jaxllm.quant.parts import sliced as sliced
 from jaxllm.quant.parts import take_units as take_units
 from jaxllm.quant.parts import unit_at as unit_at
 from jaxllm.quant.weights import Adapted as Adapted
-from jaxllm.quant.weights import Apart as Apart
 from jaxllm.quant.weights import Bfloat16Bits as Bfloat16Bits
 from jaxllm.quant.weights import ByForm as ByForm
 from jaxllm.quant.weights import OwnProduct as OwnProduct
+from jaxllm.quant.weights import PerExpert as PerExpert
 from jaxllm.quant.weights import Prefix as Prefix
 from jaxllm.quant.weights import Weight as Weight

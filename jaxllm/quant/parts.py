@@ -32,11 +32,11 @@ from jaxllm.quant.formats import QArray, Shaped, scaled, unpack
 from jaxllm.quant.nested import FACTORS, NestedLevels, scale_parts
 from jaxllm.quant.weights import (
     Adapted,
-    Apart,
     Bfloat16Bits,
     ByForm,
     Changed,
     OwnProduct,
+    PerExpert,
     Prefix,
     Weight,
 )
@@ -365,8 +365,8 @@ def high_plane(weight: Weight) -> Weight:
         return Adapted(high_plane(weight.base), weight.left, weight.right)
     if isinstance(weight, Prefix):
         return dataclasses.replace(weight, base=high_plane(weight.base))
-    if isinstance(weight, Apart):
-        return Apart(tuple(map(high_plane, weight.matrices)))
+    if isinstance(weight, PerExpert):
+        return PerExpert(tuple(map(high_plane, weight.matrices)))
     return weight
 
 
@@ -432,7 +432,7 @@ def dequantize(weight: Weight, dtype: DTypeLike) -> jax.Array:
         return dequantize(weight.base, dtype) + weight.change.astype(dtype)
     if isinstance(weight, OwnProduct):
         return dequantize(weight.base, dtype)
-    if isinstance(weight, Apart):
+    if isinstance(weight, PerExpert):
         return jnp.stack([dequantize(each, dtype) for each in weight.matrices])
     if isinstance(weight, ByForm):
         each = [entry_of_form(weight, *place) for place in zip(weight.form, weight.at, strict=True)]

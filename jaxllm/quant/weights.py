@@ -116,7 +116,7 @@ class OwnProduct(Changed):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Apart(Shaped):
+class PerExpert(Shaped):
     """A stack of matrices `[E, R, C]` in separate buffers, each with a bitwidth of its own."""
 
     matrices: tuple["Weight", ...]
@@ -147,7 +147,7 @@ class ByForm(Shaped):
 
 
 Weight = (
-    jax.Array | QArray | BlockedArray | Bfloat16Bits | Adapted | Prefix | OwnProduct | Apart | ByForm
+    jax.Array | QArray | BlockedArray | Bfloat16Bits | Adapted | Prefix | OwnProduct | PerExpert | ByForm
 )  # fmt: skip
 
 

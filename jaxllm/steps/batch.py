@@ -1,7 +1,7 @@
 """Defines the step of batched decoding: products of all rows, everything else row by row.
 
 Each sequence is a row of the batch, with its own cache, sampler and end. Weights are read once for all
-rows. A row is bitwise equal to `decode_tokens`: native products are batch-invariant (`rowwise`, see
+rows. A row is bitwise equal to `decode_tokens`: native products are batch-invariant (`batch_invariant`, see
 `jaxllm.nn.linear`), and XLA computes its parts row by row in the same shapes.
 """
 
@@ -167,7 +167,7 @@ def _row_logits(
     ]
     rotaries = [rotary_by_rope(each.positions, cfg) for each in at]
     # Products compute no row after the last running one.
-    live = jnp.max(jnp.where(running, jnp.arange(1, count + 1, dtype=jnp.int32), 1))
+    valid_rows = jnp.max(jnp.where(running, jnp.arange(1, count + 1, dtype=jnp.int32), 1))
     x = jnp.concatenate(
         [
             embed_tokens(params, tokens[None, row : row + 1], each.positions, cfg=cfg, dtype=dtype)
@@ -202,7 +202,7 @@ def _row_logits(
         weights = layer_of(own, like)
         if units is not None:
             weights = weights.using(of_rows(units[:, number]))
-        x, kept, _ = run_layer(weights, x, cfg, like, attend, rows=Rows(live, rowwise=True))
+        x, kept, _ = run_layer(weights, x, cfg, like, attend, rows=Rows(valid_rows, batch_invariant=True))
         changed = (
             dataclasses.replace(cache.with_past(like, past), mass=mass)
             for cache, (past, mass) in zip(caches, kept, strict=True)
@@ -210,9 +210,9 @@ def _row_logits(
         return x, tuple(changed)
 
     x, caches = over_layers(params, cfg, layer, (x, caches))
-    hidden, each = final_normed(params, x, cfg=cfg, apart=True)[:, 0], range(count)
+    hidden, each = final_normed(params, x, cfg=cfg, batch_invariant=True)[:, 0], range(count)
     if in_blocks(params[head_name(cfg)]):
-        found = logits(params, hidden, cfg=cfg, rowwise=True, apart=True, live=live)
+        found = logits(params, hidden, cfg=cfg, batch_invariant=True, valid_rows=valid_rows)
         found = [found[row : row + 1] for row in each]
     else:
         found = [logits(params, hidden[row : row + 1], cfg=cfg) for row in each]

@@ -42,7 +42,7 @@ def head_piece(head: Params, hidden: jax.Array, *, cfg: ModelConfig) -> jax.Arra
       hidden: `[n, D]`, see `final_rows`.
     """
     # Several rows are the nodes of a tree.
-    return logits(head, hidden, cfg=cfg, rowwise=True)
+    return logits(head, hidden, cfg=cfg, batch_invariant=True)
 
 
 def load_cache(

@@ -17,7 +17,7 @@ from jaxllm.models.decoder import (
     forward_documents_with_routing,
     logits,
 )
-from jaxllm.models.layer import InputRows
+from jaxllm.models.layer import InputEmbeddings
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import NO_TOKEN, SamplerState, sample
 
@@ -39,7 +39,7 @@ def prefill_chunk(
     valid: jax.Array,
     last: jax.Array,
     cache: KVCache,
-    inputs: InputRows | None = None,
+    inputs: InputEmbeddings | None = None,
     *,
     cfg: ModelConfig,
     dtype: DTypeLike,

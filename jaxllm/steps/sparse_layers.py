@@ -93,9 +93,9 @@ def attend_layer(
     cfg, weights, count = of.cfg, layer_of(params, of.layer), x.shape[1]
     how: Any = {"cfg": cfg, "layer": of.layer, "order": position_bias(params, cfg)}
     x, past, mass = decoder.attend_layer(weights, x, at, past, mass, **how)
-    live = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
+    valid_rows = jnp.arange(count, dtype=jnp.int32) < at.valid if count > 1 else None
     following = [chosen_experts(LayerParams(each, ""), x, cfg).probs[0] for each in next_routers]
-    real = jnp.ones((count, 1), jnp.bool_) if live is None else live[:, None]
+    real = jnp.ones((count, 1), jnp.bool_) if valid_rows is None else valid_rows[:, None]
     # Probabilities of padding are undefined, perhaps NaN.
     sums = jnp.sum(jnp.where(real, jnp.stack(following), 0.0), axis=1)
     tokens, out = _at_experts(weights, x, Rows.at(at), of, sums / jnp.sum(real, dtype=jnp.float32))
@@ -107,7 +107,7 @@ def _at_experts(
 ) -> tuple[AtExperts, jax.Array]:
     routing = chosen_experts(weights, x, of.cfg)
     visiting = visiting_tokens(routing, of.cfg, rows)
-    tiles, shares = tiles_and_weights(routing, of.cfg.experts, live=visiting, loss=of.loss)
+    tiles, shares = tiles_and_weights(routing, of.cfg.experts, valid_rows=visiting, loss=of.loss)
     tokens = AtExperts(x=x, tiles=tiles, weights=shares, ids=routing.ids[0], ahead=ahead)
     return tokens, no_visits(x.reshape(-1, x.shape[-1]), tiles)
 

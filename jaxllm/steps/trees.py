@@ -62,7 +62,7 @@ def read_nodes(
     rows = TreePositions(base=cache.length, rows=cache.length + nodes, mask=tree.ancestors[nodes])
     at = TokenPositions(positions=cache.length + tree.depths[nodes], valid=valid, tree=rows)
     hidden, cache = forward_at(params, tree.tokens[nodes][None], cache, at, cfg=cfg, dtype=dtype)
-    return logits(params, hidden, cfg=cfg, rowwise=True, live=valid)[0], cache
+    return logits(params, hidden, cfg=cfg, batch_invariant=True, valid_rows=valid)[0], cache
 
 
 @shaped(nodes="int32 P", count="int32", B=1)

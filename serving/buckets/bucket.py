@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.elastic.ladder import sub_model
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.kernels import native
@@ -26,7 +26,7 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.machine import Device
 
 if TYPE_CHECKING:
-    from jaxllm.contexts.coded import CodedChunks
+    from jaxllm.contexts.coded import QuantizedPrefix
     from jaxllm.speculation.tree import TokenTree
 
 # Layers that one dispatch runs at most.
@@ -66,7 +66,7 @@ class Bucket(abc.ABC):
       level: level of its parameters and caches, in percent; 100 if all levels share the bucket.
     """
 
-    level: int = WHOLE
+    level: int = FULL_LEVEL
 
     @abc.abstractmethod
     def lower(self, model: Any, /) -> jax.stages.Lowered:
@@ -156,7 +156,7 @@ class ModelShapes:
             mass=bool(self.options.kv_codec) and self.cfg.states is None,
             # Native attention updates a stack in place; without it only a loop over layers does.
             stacked=STACK in self.params or native.kernels().native,
-            coded=no_chunks(self.options) if self.options.attend_coded else None,
+            coded=no_chunks(self.options) if self.options.attend_quantized_kv else None,
             source_tokens=self.options.source_tokens(self.cfg),
         )
 
@@ -223,14 +223,14 @@ def with_sampler(step: Callable[..., Any], at: int) -> Callable[..., Any]:
     return run
 
 
-def no_chunks(options: EngineOptions) -> "CodedChunks":
+def no_chunks(options: EngineOptions) -> "QuantizedPrefix":
     """An empty list of chunks before a cache, for caches that may have some (see
-    `EngineOptions.attend_coded`)."""
-    from jaxllm.contexts.coded import CodedChunks
+    `EngineOptions.attend_quantized_kv`)."""
+    from jaxllm.contexts.coded import QuantizedPrefix
 
     most = -(-options.context_tokens // options.kv_chunk_tokens)
     mass = np.zeros((1, most), np.float32)
-    return CodedChunks(np.int32(0), NO_CHUNKS, options.chunk_format, mass=mass)
+    return QuantizedPrefix(np.int32(0), NO_CHUNKS, options.chunk_format, mass=mass)
 
 
 def ids(*shape: int) -> jax.ShapeDtypeStruct:

@@ -44,7 +44,7 @@ import numpy as np
 import xxhash
 from jax.experimental import serialize_executable
 
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import BucketMissing, ConfigError
 from jaxllm.files.atomic import atomic_file, remove_abandoned
 from jaxllm.serving.buckets.bucket import Bucket
@@ -378,7 +378,7 @@ class BucketTable:
         self.bucket_ms: dict[Bucket, float] = {}
         self.loaded: set[Bucket] = set()
         self.build_ms = 0.0
-        self._models: dict[int, tuple[Any, BucketStore | None]] = {WHOLE: (model, store)}
+        self._models: dict[int, tuple[Any, BucketStore | None]] = {FULL_LEVEL: (model, store)}
         self._compiled: dict[Bucket, Any] = {}
         self._pending: dict[Bucket, concurrent.futures.Future[Any]] = {}
         self._ahead: dict[Bucket, concurrent.futures.Future[Any]] = {}
@@ -388,7 +388,7 @@ class BucketTable:
         """Adds a level: the argument of `Bucket.lower` for its buckets, and their store."""
         self._models[level] = model, store
 
-    def store(self, level: int = WHOLE) -> BucketStore | None:
+    def store(self, level: int = FULL_LEVEL) -> BucketStore | None:
         """The store of a level's buckets; None if they are not stored."""
         return self._models[level][1]
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxllm.kv.cache import KVCache, fork, grow
-from jaxllm.models.layer import InputRows
+from jaxllm.models.layer import InputEmbeddings
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import Progress, SamplerState, sample
 from jaxllm.serving.buckets.bucket import (
@@ -79,7 +79,7 @@ class PrefillBucket(ChunkBucket):
         inputs = []
         if self.rows:
             wide = jax.ShapeDtypeStruct((self.tokens, model.cfg.hidden_size), jnp.float32)
-            inputs = [InputRows(wide, jax.ShapeDtypeStruct((self.tokens,), jnp.bool_))]  # pyright: ignore
+            inputs = [InputEmbeddings(wide, jax.ShapeDtypeStruct((self.tokens,), jnp.bool_))]  # pyright: ignore
         shapes = ids(1, self.tokens), SCALAR, FLAG, model.cache(self.cache_tokens)
         return model.lowered(prefill_chunk, *shapes, *inputs, donated=(4,))
 

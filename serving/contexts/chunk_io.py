@@ -45,7 +45,7 @@ class ChunkIO(ChunkAccess):
           ConfigError: the options have no codec.
         """
         options, self._form, self.kept = runner.options, runner.options.chunk_format, kept
-        self.coded, dtype = options.attend_coded, options.cache_dtype
+        self.coded, dtype = options.attend_quantized_kv, options.cache_dtype
         # If all levels share buckets, caches have the heads of the whole model.
         self._cfg = runner.model.bucket_cfg
         self._by_address = reads_addresses(np.dtype(dtype))

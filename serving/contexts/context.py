@@ -23,7 +23,7 @@ from jaxllm.serving.contexts.saving import slid_record
 from jaxllm.serving.engine.request import DEFAULT_MAX_TOKENS, GenerationConfig, Sliding, kept_tokens
 from jaxllm.serving.engine.run import Lifecycle, Run
 from jaxllm.serving.engine.step import Answer
-from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
 
 
 class ContextCall(Lifecycle):
@@ -158,7 +158,7 @@ class Context:
         ignore_eos: bool = False,
         slide: bool = False,
         sampling: Sampling | None = None,
-        rows: PromptRows | None = None,
+        rows: PromptEmbeddings | None = None,
     ) -> Answer:
         """Answers a prompt that follows the context's tokens (see `answer`).
 
@@ -181,7 +181,7 @@ class Context:
         *,
         instruction: str = "",
         slide: bool = False,
-        rows: PromptRows | None = None,
+        rows: PromptEmbeddings | None = None,
     ) -> Answer:
         """Answers a prompt that follows the context's tokens.
 
@@ -224,7 +224,7 @@ class Context:
             if len(record.tokens) > most:
                 base = slid_record(record, chunk_tokens=size, most=min(most, kept_tokens(window)))
         asked = TurnTokens.after(base, base.tokens, prompt, engine.tokenizer, engine.cfg)
-        rows = PromptRows.joined((0, contexts.rows_before(record)), (len(base.tokens), rows))
+        rows = PromptEmbeddings.joined((0, contexts.rows_before(record)), (len(base.tokens), rows))
         request = engine.request(
             asked.prompt, config, level=record.origin.level, sliding=sliding, rows=rows, source=asked.source
         )

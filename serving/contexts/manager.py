@@ -54,7 +54,7 @@ from jaxllm.serving.contexts.store import ContextStore
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.engine.step import close
-from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
 
 _LOG = logging.getLogger("jaxllm")
 
@@ -249,7 +249,7 @@ class Contexts:
             record = dataclasses.replace(record, tokenizer=self._tokenizer)
         return record if record.origin == origin else record.moved(origin)
 
-    def rows_before(self, record: Record, tokens: int | None = None) -> PromptRows | None:
+    def rows_before(self, record: Record, tokens: int | None = None) -> PromptEmbeddings | None:
         """The stored rows of a context's first tokens, or of all; None for none.
 
         Raises:
@@ -362,7 +362,7 @@ class Contexts:
         most_tokens: int,
         base: Record | None = None,
         prompt: Sequence[int] = (),
-        rows: PromptRows | None = None,
+        rows: PromptEmbeddings | None = None,
     ) -> Turn:
         """Restores a context for a call, and locks it.
 

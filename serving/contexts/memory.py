@@ -409,7 +409,7 @@ class ChunkAccess(abc.ABC):
       state_bytes: bytes of a context besides its whole chunks.
       kept: bits -> share of information that chunks retain.
       computes: whether a chunk can be recomputed between others that are loaded.
-      coded: whether answers attend to chunks in place (see `EngineOptions.attend_coded`).
+      coded: whether answers attend to chunks in place (see `EngineOptions.attend_quantized_kv`).
       stays: whether the cache of the last call stays in memory for the next one.
     """
 

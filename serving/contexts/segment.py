@@ -34,7 +34,7 @@ from jaxllm.serving.contexts.encryption import HEAD_BYTES, TAG_BYTES, Seal, Vaul
 from jaxllm.serving.contexts.layout import SEGMENT_HEAD
 from jaxllm.serving.contexts.memory import copied_blob
 from jaxllm.serving.contexts.record import Record
-from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
 from jaxllm.serving.ground.storage import Storage
 from jaxllm.serving.host.direct_io import PAGE, PieceReader, ScratchMemory, pages_bytes
 
@@ -361,7 +361,7 @@ def mismatched_chunks(record: Record, name: str, segment: Segment) -> set[int]:
     return own - right
 
 
-def row_chunks(rows: PromptRows | None) -> Chunks:
+def row_chunks(rows: PromptEmbeddings | None) -> Chunks:
     """Prompt embeddings as the one chunk of a segment, of the source `ROWS_SOURCE`; no chunk for none."""
     if rows is None:
         return {}
@@ -374,7 +374,7 @@ ROWS_SOURCE = ("rows",)
 
 def read_rows(
     folder: Path, record: Record, storage: Storage, vault: Vault | None = None
-) -> PromptRows | None:
+) -> PromptEmbeddings | None:
     """The prompt embeddings of a context for its tokens; None for none.
 
     Raises:
@@ -396,7 +396,7 @@ def read_rows(
     if not count or places.size % _PLACE.itemsize or wide.size % (count * _ROW.itemsize):
         raise damaged
     try:
-        rows = PromptRows(places.copy().view(_PLACE), wide.copy().view(_ROW).reshape(count, -1))
+        rows = PromptEmbeddings(places.copy().view(_PLACE), wide.copy().view(_ROW).reshape(count, -1))
     except ConfigError as error:
         raise damaged from error
     return rows.before(len(record.tokens))

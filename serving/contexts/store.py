@@ -40,7 +40,7 @@ from jaxllm.serving.contexts.segment import (
     row_chunks,
     write_segment,
 )
-from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
 from jaxllm.serving.ground.storage import Storage
 
 _LOG = logging.getLogger("jaxllm")
@@ -350,7 +350,7 @@ class ContextStore:
         *,
         flush: bool = True,
         linked: Linked = MappingProxyType({}),
-        rows: PromptRows | None = None,
+        rows: PromptEmbeddings | None = None,
     ) -> Record:
         """Stores a context's new state: first its new chunks, then the record that names them.
 
@@ -409,7 +409,7 @@ class ContextStore:
                 self._catalog.discard(folder / each)
         return record
 
-    def rows(self, name: str) -> PromptRows | None:
+    def rows(self, name: str) -> PromptEmbeddings | None:
         """The prompt embeddings of a context; None if it has none. For errors see `record` and
         `read_rows`."""
         self.wait(name)

@@ -6,9 +6,9 @@ import numpy as np
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import Recovery, read_recovery, release_recovery, require_level
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.elastic.ladder import can_be_counted, counted_sub_model, shared_sub_model
-from jaxllm.models.features import require_room
+from jaxllm.models.features import require_feature
 from jaxllm.models.layer_stack import can_be_addressed
 from jaxllm.models.lora import Adapter, adapt, parameters_of, target_of
 from jaxllm.models.parameters import ENCODER, Params
@@ -37,7 +37,7 @@ class Levels:
         """
         self._bundle, self._whole = bundle, bundle.cfg
         if levels:
-            require_room(bundle.cfg, "levels")
+            require_feature(bundle.cfg, "levels")
         self.cfgs: Mapping[int, ModelConfig] = {level: require_level(bundle, level) for level in levels}
         self.counted = bool(levels) and can_be_counted(params, bundle.cfg)
         self._addressed = can_be_addressed(params, bundle.cfg)
@@ -62,7 +62,7 @@ class Levels:
           adapter: adapter of the whole model, added to each level's own; empty for none.
           scaling: factor of the adapter's product.
         """
-        cfgs, found = {WHOLE: self._whole, **self.cfgs}, dict[int, Params]()
+        cfgs, found = {FULL_LEVEL: self._whole, **self.cfgs}, dict[int, Params]()
         plain = not any(target_of(name).startswith(("experts", "router")) for name in parameters_of(adapter))
         # An adapter of experts or routers is not counted.
         if self.counted or (self._addressed and not self.cfgs and plain):
@@ -83,7 +83,7 @@ class Levels:
             return found
         adapted = adapt(whole, adapter, scaling)
         for level, cfg in cfgs.items():
-            views = adapted if level == WHOLE else shared_sub_model(adapted, cfg)
+            views = adapted if level == FULL_LEVEL else shared_sub_model(adapted, cfg)
             own = self._recoveries.get(level)
             if own is not None:
                 wide = {name: value.astype(np.float32) for name, value in own.adapter.items()}

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.elastic.compression import keep_tokens, stays_anyway
 from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ObjectiveMissed
@@ -182,7 +182,7 @@ class Planner:
         answers = max(1, answer_tokens)
         request = _Request(
             objective=objective, answer_tokens=answers, load=load, began=began, reused=reused,
-            whole=expected_cost(self._profile, WHOLE, len(prompt.ids), answers, planning_ms=tokenize_ms),
+            whole=expected_cost(self._profile, FULL_LEVEL, len(prompt.ids), answers, planning_ms=tokenize_ms),
             tokenize_ms=tokenize_ms,
         )  # fmt: skip
         *higher, least = self._factors()
@@ -208,7 +208,7 @@ class Planner:
         """
         answers, factors, missed = max(1, answer_tokens), self._factors()[-1], []
         for tokens in self._profile.tokens:
-            whole = expected_cost(self._profile, WHOLE, tokens, answers)
+            whole = expected_cost(self._profile, FULL_LEVEL, tokens, answers)
             request = _Request(objective=objective, answer_tokens=answers, whole=whole)
             choices = [self._excess(request, factors, [tokens], 0.0)]
             if self._proposer is not None:
@@ -266,13 +266,13 @@ class Planner:
             return made(level, share, np.flatnonzero(kept), source)
 
         cost = request.whole
-        if cached := reused.get(WHOLE, 0):
+        if cached := reused.get(FULL_LEVEL, 0):
             cost = expected_cost(
-                self._profile, WHOLE, tokens, request.answer_tokens,
+                self._profile, FULL_LEVEL, tokens, request.answer_tokens,
                 planning_ms=request.tokenize_ms, reused=cached,
             )  # fmt: skip
         if request.excess(cost, factors) <= 1:
-            return made(WHOLE, 1.0, np.arange(tokens), "whole")
+            return made(FULL_LEVEL, 1.0, np.arange(tokens), "whole")
         # The whole prompt, without the proposer's time; then all choices, with its time.
         cached_tokens = [reused.get(level, 0) for level in self._levels]
         unasked = self._excess(request, factors, [tokens], request.spent_ms(), cached_tokens)

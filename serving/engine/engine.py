@@ -7,7 +7,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.decoding import Decoding, GuidedDecoding
 from jaxllm.serving.engine.request import GenerationConfig, Request, Session, Sliding, start_ids
@@ -18,7 +18,7 @@ from jaxllm.text.prompts import prompt_ids, source_prompt
 from jaxllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from jaxllm.serving.ground.prompt_rows import PromptRows
+    from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
     from jaxllm.serving.guided.compiler import GrammarCompiler
 
 
@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     AnyModel = typing_extensions.TypeVar("AnyModel", bound=Model, default=Any)
 else:
     AnyModel = TypeVar("AnyModel", bound=Model)
-ImagePrompt = tuple[list[int], "PromptRows | None"]
+ImagePrompt = tuple[list[int], "PromptEmbeddings | None"]
 
 
 class Engine(Generic[AnyModel]):
@@ -81,7 +81,7 @@ class Engine(Generic[AnyModel]):
     def __init__(
         self,
         model: AnyModel,
-        level: int = WHOLE,
+        level: int = FULL_LEVEL,
         speculation: Any = None,
         whole: "Engine[AnyModel] | None" = None,
     ) -> None:
@@ -211,7 +211,7 @@ class Engine(Generic[AnyModel]):
         session: Session | None = None,
         sliding: Sliding | None = None,
         tpot_ms: float | None = None,
-        rows: "PromptRows | None" = None,
+        rows: "PromptEmbeddings | None" = None,
     ) -> Answer:
         """Answers a prompt: text (special tokens are added) or token ids.
 
@@ -224,7 +224,7 @@ class Engine(Generic[AnyModel]):
           tpot_ms: expected time per further token, if known; otherwise the second token is decoded in a
             dispatch of its own to measure it.
           rows: embeddings in place of some of the prompt's ids, such as those of an image. Requires
-            `EngineOptions.prompt_rows`; the answer has no drafts.
+            `EngineOptions.prompt_embeddings`; the answer has no drafts.
 
         Raises:
           ConfigError, ContextOverflow: the prompt is empty, malformed or too long, or the level is not
@@ -285,7 +285,7 @@ class Engine(Generic[AnyModel]):
         level: int | None = None,
         sliding: Sliding | None = None,
         tpot_ms: float | None = None,
-        rows: "PromptRows | None" = None,
+        rows: "PromptEmbeddings | None" = None,
         source: Sequence[int] | None = None,
     ) -> Request:
         """Makes a request of this engine (see `stream`): encodes text, and picks a random seed if none is

@@ -18,7 +18,7 @@ from jaxllm.text.tokenizer import MAX_TOKEN_ID, Tokenizer
 if TYPE_CHECKING:
     from jaxllm.kernels.native import ChunkTable
     from jaxllm.kv.cache import KVCache
-    from jaxllm.serving.ground.prompt_rows import PromptRows
+    from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
     from jaxllm.serving.guided.grammar import Grammar
 
 DEFAULT_MAX_TOKENS = 256
@@ -174,7 +174,7 @@ class Request:
     tpot_ms: float | None = None
     source: tuple[int, ...] | None = None
     begun: bool = False
-    rows: "PromptRows | None" = None
+    rows: "PromptEmbeddings | None" = None
 
     @property
     def asked_tokens(self) -> int:
@@ -204,10 +204,10 @@ class Request:
             )
         ids = self.prompt
         if self.rows is not None:
-            if not getattr(runner.options, "prompt_rows", False):
+            if not getattr(runner.options, "prompt_embeddings", False):
                 raise ConfigError(
                     "rows in place of tokens need buckets of their own: open the engine with "
-                    "EngineOptions(prompt_rows=True)"
+                    "EngineOptions(prompt_embeddings=True)"
                 )
             if self.sliding is not None:
                 raise ConfigError(

@@ -257,7 +257,7 @@ def _prefill(run: Run) -> None:
     if run.request.rows is None:
         logits, session.cache = run.runner.prefill(cache, tokens, at, chunk)
     else:
-        logits, session.cache = run.runner.prefill_rows(cache, tokens, at, chunk, run.request.rows)
+        logits, session.cache = run.runner.prefill_embeddings(cache, tokens, at, chunk, run.request.rows)
     session.tokens, run.dispatched = cached + tokens, Dispatched("prefill", chunk)
     _count_states(run)
     if run.chunks:

@@ -16,7 +16,7 @@ import xxhash
 
 from jaxllm.bundle import SUFFIX, Bundle, WeightFormat
 from jaxllm.bundle.levels import read_ladder
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import BundleError, CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file, remove_abandoned
 from jaxllm.files.input_files import begins_with
@@ -77,7 +77,7 @@ def levels_of(model: str | Path | None) -> tuple[int, ...]:
     """
     with open_model(model) as bundle:
         ladder = read_ladder(bundle)
-    return () if ladder is None else tuple(level for level in ladder.levels if level != WHOLE)
+    return () if ladder is None else tuple(level for level in ladder.levels if level != FULL_LEVEL)
 
 
 def find_model(model: str | Path | None) -> Path:

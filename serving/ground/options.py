@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Literal
 
 import jax
 
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.models.lora import LoraConfig
@@ -59,9 +59,9 @@ class EngineOptions:
         contexts: no buckets are made for them, and attention is not counted.
       kv_chunk_tokens: tokens of a stored chunk (C); 16 as in LLMS. Services without a named codec use
         longer ones (see `LLMService.open`).
-      attend_coded: whether answers in contexts attend to the stored chunks in place, instead of decoding
-        them into a cache first. Requires native kernels, resident weights, float prefill, and a drafter
-        other than "nested".
+      attend_quantized_kv: whether answers in contexts attend to the stored chunks in place, instead of
+        decoding them into a cache first. Requires native kernels, resident weights, float prefill, and a
+        drafter other than "nested".
       memory_bytes: memory limit of weights, caches and activations together; 0 for no limit. If the model
         needs more, layers are read from storage each time they are used (see `jaxllm.serving.weights`). The
         runtime itself (Python, JAX, compiled buckets) is not included.
@@ -71,8 +71,9 @@ class EngineOptions:
       prefill: prefill of an int8 bundle with a calibration (see `jaxllm.serving.int8_prefill`).
       trees: sizes of token trees, if the model drafts or verifies (see `jaxllm.serving.speculation`).
       levels: levels of an elastic bundle to serve besides the whole model, in percent, ascending.
-      prompt_rows: whether to make buckets for prompt embeddings (see `jaxllm.serving.ground.prompt_rows`).
-        Requires resident weights; such prompts are prefilled in floats.
+      prompt_embeddings: whether to make buckets for prompt embeddings (see
+        `jaxllm.serving.ground.prompt_embeddings`). Requires resident weights; such prompts are prefilled in
+        floats.
       buckets_bytes: size limit of the on-disk cache of compiled buckets; 0 disables it. None:
         $JAXLLM_BUCKETS_BYTES, else 1 GiB (0 on systems whose files have no owners).
     """
@@ -91,15 +92,15 @@ class EngineOptions:
     kv_codec: str = ""
     # LLMS, section 4.
     kv_chunk_tokens: int = option(16, low=1, high=256)
-    attend_coded: bool = False
+    attend_quantized_kv: bool = False
     memory_bytes: int = option(0, low=0)
     storage: Storage = dataclasses.field(default_factory=Storage)
     read_ahead: bool = True
     experts: ExpertOptions = dataclasses.field(default_factory=ExpertOptions)
     prefill: PrefillOptions = dataclasses.field(default_factory=PrefillOptions)
     trees: TreeShape | None = None
-    levels: tuple[int, ...] = option((), low=1, high=WHOLE, ascending=True)
-    prompt_rows: bool = False
+    levels: tuple[int, ...] = option((), low=1, high=FULL_LEVEL, ascending=True)
+    prompt_embeddings: bool = False
     buckets_bytes: int | None = option(None, low=0)
 
     def __post_init__(self) -> None:
@@ -108,9 +109,9 @@ class EngineOptions:
             if not set(getattr(self, name)) <= set(allowed):
                 raise ConfigError(f"{name} must be among {allowed}, got {getattr(self, name)}")
         # The whole model is always served.
-        object.__setattr__(self, "levels", tuple(level for level in self.levels if level != WHOLE))
-        if self.attend_coded and not self.kv_codec:
-            raise ConfigError("attend_coded requires chunks of contexts: name a kv_codec, too")
+        object.__setattr__(self, "levels", tuple(level for level in self.levels if level != FULL_LEVEL))
+        if self.attend_quantized_kv and not self.kv_codec:
+            raise ConfigError("attend_quantized_kv requires chunks of contexts: name a kv_codec, too")
         if self.kv_codec:
             # Validates the name.
             self.chunk_format  # noqa: B018
@@ -175,10 +176,10 @@ class EngineOptions:
         targets = self.adapter_targets or LoraConfig.targets if self.adapter_rank else ()
         # Drop chunks longer than the context, but keep the shortest.
         chunks = tuple(c for c in chunks if c < 2 * context) or chunks[:1]
-        if cfg.states is not None and (self.kv_codec not in ("", "raw") or self.attend_coded):
+        if cfg.states is not None and (self.kv_codec not in ("", "raw") or self.attend_quantized_kv):
             raise ConfigError(
                 f"contexts of {cfg.model_type} are kept as they are, for its states go with exactly these "
-                "keys and values: kv_codec must be raw, without attend_coded"
+                "keys and values: kv_codec must be raw, without attend_quantized_kv"
             )
         if self.kv_codec and context < self.kv_chunk_tokens:
             raise ConfigError(f"kv_chunk_tokens {self.kv_chunk_tokens} is more than the context of {context}")

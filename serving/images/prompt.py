@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, one_line
 from jaxllm.models.encoder.image_input import IMAGE, ImageInput, image_text, tiles_of
-from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
 from jaxllm.text.droppable import PromptTokens
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -236,7 +236,7 @@ class EncodedImage:
 
 def with_images(
     tokenizer: Tokenizer, prompt: PromptTokens, images: Sequence[EncodedImage]
-) -> tuple[PromptTokens, PromptRows]:
+) -> tuple[PromptTokens, PromptEmbeddings]:
     """A prompt with one placeholder token per image replaced by the image's tokens, and their rows. These
     tokens cannot be dropped.
 
@@ -277,7 +277,7 @@ def with_images(
     whole = dataclasses.replace(
         prompt, ids=np.concatenate(parts).astype(np.int32), offsets=np.concatenate(offsets)
     )
-    rows = PromptRows(np.concatenate(at), np.concatenate([each.rows for each in images]))
+    rows = PromptEmbeddings(np.concatenate(at), np.concatenate([each.rows for each in images]))
     return whole, rows
 
 
@@ -300,6 +300,6 @@ def require_encoder(encoder: AnyEncoder | None, name: str, *, served: bool = Tru
     if not served:
         raise ConfigError(
             f"{name} was opened without images: serve it with images = true (the default), or open the "
-            "engine with EngineOptions(prompt_rows=True)"
+            "engine with EngineOptions(prompt_embeddings=True)"
         )
     return encoder

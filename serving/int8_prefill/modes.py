@@ -8,7 +8,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.bundle.calibrations import has_channel_scales, prefill_facts, read_prefill
 from jaxllm.errors import ConfigError
 from jaxllm.int8_prefill.calibration import PrefillCalibration
-from jaxllm.models.features import require_room
+from jaxllm.models.features import require_feature
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.runners.runner import PrefillMode
@@ -148,7 +148,7 @@ def chosen_prefill(
 def _problem(bundle: Bundle, *, streamed: bool) -> str:
     """Why a bundle does not support integer prefill, and the remedy; empty if it does."""
     try:
-        require_room(bundle.cfg, "integer prefill")
+        require_feature(bundle.cfg, "integer prefill")
     except ConfigError as error:
         return str(error)
     if streamed:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxllm.bundle import Bundle, WeightFormat
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import BudgetExceeded
 from jaxllm.host_settings import require_usable_jax
 from jaxllm.serving.engine.engine import AnyModel
@@ -36,7 +36,7 @@ class Engine(AnyEngine[AnyModel]):
         weights: WeightFormat | None = None,
         options: EngineOptions | None = None,
         adapter: str | Path | None = None,
-        level: int = WHOLE,
+        level: int = FULL_LEVEL,
         speculation: SpeculationOptions | None = None,
         warm_up: bool = True,
         progress: Progress | None = None,
@@ -128,7 +128,7 @@ def _loaded(
     try:
         if lora is not None:
             loaded.put_adapter(arrays, lora.scaling)
-        if level != WHOLE and loaded.runners.modes is not None:
+        if level != FULL_LEVEL and loaded.runners.modes is not None:
             loaded.runners.modes.require(level)
     except BaseException:
         loaded.close()
@@ -142,8 +142,8 @@ def drafts_by_itself(bundle: Bundle, level: int, options: EngineOptions) -> bool
     planes do not attend to stored chunks in place."""
     nested = bundle.layout.weights == "int8-nested" and bundle.read_in_place
     large = bundle.weight_bytes >= _LEAST_DRAFTING_BYTES or options.memory_bytes > 0
-    alone = bundle.cfg.encoder is None and bundle.cfg.states is None and not options.attend_coded
-    return alone and nested and large and level == WHOLE and not bundle.layout.experts_apart
+    alone = bundle.cfg.encoder is None and bundle.cfg.states is None and not options.attend_quantized_kv
+    return alone and nested and large and level == FULL_LEVEL and not bundle.layout.experts_apart
 
 
 def _with_levels(options: EngineOptions, levels: Sequence[int]) -> EngineOptions:

@@ -10,10 +10,10 @@ import jax
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import require_level
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
-from jaxllm.models.features import Room, require_room
+from jaxllm.models.features import Feature, require_feature
 from jaxllm.models.lora import Adapter, adapter_digest, padded
 from jaxllm.models.parameters import Params
 from jaxllm.serving.elastic.levels import Levels
@@ -73,14 +73,14 @@ class LoadedModel:
         self.bundle = bundle
         quantized = bundle.layout.weights not in ("f32", "bf16")
         self.options = (options or EngineOptions()).resolve(bundle.cfg, quantized=quantized)
-        rooms: dict[Room, Any] = {
+        rooms: dict[Feature, Any] = {
             "contexts": self.options.kv_codec,
             "adapters": self.options.adapter_rank,
-            "experts apart": bundle.layout.experts_apart,
+            "separate experts": bundle.layout.experts_apart,
         }
-        for room, wanted in rooms.items():
+        for feature, wanted in rooms.items():
             if wanted:
-                require_room(bundle.cfg, room)
+                require_feature(bundle.cfg, feature)
         if quantized and jax.default_backend() == "cpu" and native.kernels().missing:
             _say_once(
                 f"native CPU kernels are not in use ({native.kernels().reason}): XLA computes quantized "
@@ -113,7 +113,7 @@ class LoadedModel:
             "", {level: each.model.current for level, each in self.runners.by_level.items()}
         )
         try:
-            runner = self.runner(WHOLE)
+            runner = self.runner(FULL_LEVEL)
             if read_ahead and runner.resident:
                 # The buckets of a short request, which nearly every start needs.
                 runner.buckets.read_ahead(runner.buckets_for(1, _SHORT_ANSWER))
@@ -189,7 +189,7 @@ class LoadedModel:
         runner, tokens = self.runner(level), None
         trees = () if speculation is None else speculation.options.trees.nodes
         if prompt_tokens is None:
-            runners = [self.runner(each) for each in (self.levels if level == WHOLE else (level,))]
+            runners = [self.runner(each) for each in (self.levels if level == FULL_LEVEL else (level,))]
             needed = [bucket for each in runners for bucket in each.buckets_for()]
             runner.fill([*needed, *runner.buckets_for(trees=trees)], progress)
             # One of the levels that share buckets, if possible with integer prefill, too.
@@ -247,7 +247,7 @@ class LoadedModel:
         continue with the adapter of its cache."""
         adapter, modes = self._plain if adapter is None else adapter, self.runners.modes
         adapted = bool(adapter.digest)
-        with self.runner(WHOLE).lock:
+        with self.runner(FULL_LEVEL).lock:
             if modes is not None and adapted:
                 modes.require_adaptable()
             for level, weights in adapter.levels.items():

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 
 from jaxllm.bundle import Bundle
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.models.parameters import Params
@@ -61,8 +61,8 @@ def make_runners(
       ConfigError: integer prefill is requested and not possible.
       BundleError: the calibration is malformed.
     """
-    whole = ModelLevel(bundle.cfg, params[WHOLE], options)
-    models = {WHOLE: whole}
+    whole = ModelLevel(bundle.cfg, params[FULL_LEVEL], options)
+    models = {FULL_LEVEL: whole}
     for level, cfg in levels.cfgs.items():
         sharing = whole if levels.counted else None
         models[level] = ModelLevel(cfg, params[level], options, level=level, whole=sharing)
@@ -71,8 +71,8 @@ def make_runners(
         # Features of few models are imported on demand, here and below, because startup waits for imports.
         from jaxllm.serving.int8_prefill.modes import chosen_prefill
 
-        modes = chosen_prefill(bundle, options, (*levels.cfgs, WHOLE), streamed=streamed is not None)
-    if options.attend_coded:
+        modes = chosen_prefill(bundle, options, (*levels.cfgs, FULL_LEVEL), streamed=streamed is not None)
+    if options.attend_quantized_kv:
         _require_addresses(options, streamed=streamed is not None, integers=modes is not None)
     buckets = _make_buckets(bundle, models)
     if bundle.read_in_place or streamed is not None:
@@ -94,7 +94,8 @@ def _require_addresses(options: EngineOptions, *, streamed: bool, integers: bool
     for reason, applies in because.items():
         if applies:
             raise ConfigError(
-                f"attend_coded: the model cannot attend to stored chunks, because {reason}; leave it out"
+                f"attend_quantized_kv: the model cannot attend to stored chunks, because {reason}; leave it "
+                "out"
             )
 
 
@@ -117,7 +118,7 @@ def _runner(
 
 
 def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTable:
-    whole, store = models[WHOLE], None
+    whole, store = models[FULL_LEVEL], None
     folder = CompiledBucketFolder.of_user(limit_bytes=whole.options.buckets_bytes or 0)
     if folder is not None:
         store = BucketStore.of_model(
@@ -125,7 +126,7 @@ def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTab
         )
     buckets = BucketTable(whole.shapes, store)
     for level, model in models.items():
-        if model.bucket_level == level != WHOLE:
+        if model.bucket_level == level != FULL_LEVEL:
             own = None if store is None else store.of(model.cfg, model.params)
             buckets.add_level(level, model.shapes, own)
     return buckets

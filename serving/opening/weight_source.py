@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import require_level
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.models.features import require_room
+from jaxllm.models.features import require_feature
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.host.machine import give_back_large_blocks
 from jaxllm.serving.host.progress import Progress
@@ -59,8 +59,8 @@ def streamed_weights(
 
     if options.experts.loss and not nested_experts(bundle):
         raise ConfigError(
-            f"{bundle.path} has no nested experts that are stored apart, which alone have a high plane to "
-            "compute by; make a bundle by `jaxllm prepare HF_DIR --weights int8-nested --expert-bits 8`, or "
+            f"{bundle.path} has no nested experts that are stored separately, which alone have a high plane "
+            "to compute by; make a bundle by `jaxllm prepare HF_DIR --weights int8-nested --expert-bits 8`, or "
             "allow no loss of experts"
         )
     fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
@@ -69,7 +69,7 @@ def streamed_weights(
         fixed += around_experts_bytes(bundle, options)
     if not options.memory_bytes or bundle.weight_bytes + fixed <= options.memory_bytes:
         return None
-    require_room(bundle.cfg, "streamed weights")
+    require_feature(bundle.cfg, "streamed weights")
     if bundle.cfg.experts and not bundle.layout.experts_apart:
         from jaxllm.bundle import expert_widths
 
@@ -105,7 +105,7 @@ def streamed_weights(
         storage=options.storage,
         read_ahead=options.read_ahead,
         part=HighPlanes(bundle) if high_planes else part,
-        levels=[require_level(bundle, each) for each in options.levels if each != WHOLE],
+        levels=[require_level(bundle, each) for each in options.levels if each != FULL_LEVEL],
         progress=progress,
     )
 

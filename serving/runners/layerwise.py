@@ -154,10 +154,10 @@ class LayerwiseRunner(LevelRunner):
           sources: encodes sources; None for models without an encoder.
         """
         super().__init__(model, buckets)
-        if model.options.prompt_rows:
+        if model.options.prompt_embeddings:
             raise ConfigError(
-                "images and other prompt embeddings (prompt_rows) require resident weights; raise --memory, "
-                "or go without (for a service: images = false)"
+                "images and other prompt embeddings (prompt_embeddings) require resident weights; raise "
+                "--memory, or go without (for a service: images = false)"
             )
         self.head, self._source_layers = head, sources
         # All levels and adapters share them.

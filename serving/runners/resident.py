@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
-from jaxllm.models.layer import InputRows
+from jaxllm.models.layer import InputEmbeddings
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.serving.buckets.bucket import Bucket, embedding_params, head_params, layer_params
 from jaxllm.serving.buckets.bucket_table import BucketTable
@@ -31,7 +31,7 @@ from jaxllm.steps.model import BlockEnd
 
 if TYPE_CHECKING:
     from jaxllm.kv.chunks import LayerChunks
-    from jaxllm.serving.ground.prompt_rows import PromptRows
+    from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
     from jaxllm.speculation.tree import TokenTree
 
 
@@ -172,7 +172,7 @@ class ResidentRunner(LevelRunner):
     def _chunk_buckets(self, tokens: int, cache: int, prompt_tokens: int | None) -> list[Bucket]:
         int8, found = self.int8, []
         mode = None if int8 is None or prompt_tokens is None else int8.mode(prompt_tokens)
-        if self.options.prompt_rows:
+        if self.options.prompt_embeddings:
             found.append(self.model.bucket(PrefillBucket, tokens=tokens, cache_tokens=cache, rows=True))
         if int8 is None or mode == "float" or (mode is None and int8.floats_too):
             found.append(self.model.bucket(PrefillBucket, tokens=tokens, cache_tokens=cache))
@@ -221,8 +221,8 @@ class ResidentRunner(LevelRunner):
             return self.int8.prefill(cache, tokens, at, chunk)
         return self._prefill(cache, tokens, at, chunk)
 
-    def prefill_rows(
-        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: "PromptRows"
+    def prefill_embeddings(
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: "PromptEmbeddings"
     ) -> tuple[jax.Array | None, KVCache]:
         """See `Runner`."""
         vocab = self.cfg.vocab_size
@@ -230,7 +230,7 @@ class ResidentRunner(LevelRunner):
         return self._prefill(cache, ids, at, chunk, rows.of_chunk(at, chunk.tokens))
 
     def _prefill(
-        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk, *inputs: InputRows
+        self, cache: KVCache, tokens: Sequence[int], at: int, chunk: PrefillChunk, *inputs: InputEmbeddings
     ) -> tuple[jax.Array, KVCache]:
         cache, capacity = dataclasses.replace(cache, length=np.int32(at)), cache.capacity_tokens
         compiled = self._compiled(

@@ -185,11 +185,11 @@ class Runner(abc.ABC):
         del mode
         return self.prefill_chunks(tokens)
 
-    def prefill_rows(
+    def prefill_embeddings(
         self, cache: Any, tokens: Sequence[int], at: int, chunk: PrefillChunk, rows: Any
     ) -> tuple[Any, Any]:
         """`prefill` of a chunk of `chunks_in("float", ...)` of a prompt with embeddings `rows`, a
-        `jaxllm.serving.ground.prompt_rows.PromptRows`, in place of some tokens.
+        `jaxllm.serving.ground.prompt_embeddings.PromptEmbeddings`, in place of some tokens.
 
         Raises:
           ConfigError: the weights are not resident.

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError, NotFinite
 from jaxllm.kv.cache import KVCache
-from jaxllm.models.features import require_decoder_alone, require_room
+from jaxllm.models.features import require_decoder_alone, require_feature
 from jaxllm.nn.documents import Branches
 from jaxllm.serving.buckets.bucket import SCALAR, Bucket, ChunkBucket, ModelShapes, TokensBucket, ids
 from jaxllm.serving.buckets.model import StartBucket
@@ -155,7 +155,7 @@ class Scorer:
 
         `cache` is donated; the result differs from it only in the attention mass.
         """
-        require_room(self.runner.cfg, "tasks")
+        require_feature(self.runner.cfg, "tasks")
         length = int(cache.length)
         chunks = plan_chunks(len(tokens), self.runner.options.chunk_tokens)
         scores, _, cache = self._scored(tokens, targets, cache, chunks)

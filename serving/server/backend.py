@@ -218,7 +218,7 @@ class Backend:
         time, so that answers continue."""
         engine, found = self.require_executor().service.engine, []
         # Engines of exported programs have other options.
-        if not hasattr(engine.options, "prompt_rows"):
+        if not hasattr(engine.options, "prompt_embeddings"):
             raise ConfigError("exported programs embed no texts; use `jaxllm serve` with a bundle")
         # Imported here: exported programs run without JAX.
         from jaxllm.serving.runners.scorer import Scorer
@@ -414,4 +414,4 @@ class Backend:
 
 
 def _supports_images(engine: Engine[Any]) -> bool:
-    return getattr(engine.options, "prompt_rows", False)
+    return getattr(engine.options, "prompt_embeddings", False)

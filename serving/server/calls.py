@@ -18,7 +18,7 @@ from jaxllm.serving.contexts.record import conversation_turn_ids, turn_ids
 from jaxllm.serving.elastic.objectives import Cost, EndToEnd, Latency, Objective
 from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
 from jaxllm.serving.images.prompt import EncodedImage, with_images
 from jaxllm.text.droppable import PromptTokens, conversation_tokens, prompt_tokens
 from jaxllm.text.prompts import Prompt, prompt_ids, reads_sources, source_prompt
@@ -286,7 +286,7 @@ def time_limits(objective: Objective | None, whole: Cost) -> tuple[float, float]
 
 def encoded_prompt(
     tokenizer: Tokenizer, prompt: CallPrompt, task: str = "", *, shorten: bool = False
-) -> tuple[PromptTokens, PromptRows | None]:
+) -> tuple[PromptTokens, PromptEmbeddings | None]:
     """A prompt, rendered and encoded, with the tokens and the embeddings of its images; None without images.
 
     Args:
@@ -340,7 +340,7 @@ def content_tokens(tokenizer: Tokenizer, prompt: CallPrompt) -> int:
 
 def call_turn_ids(
     tokenizer: Tokenizer, call: Call, before: Sequence[int]
-) -> tuple[Sequence[int], PromptRows | None]:
+) -> tuple[Sequence[int], PromptEmbeddings | None]:
     """The tokens that a call adds to a context's tokens `before`, and prompt embeddings in place of some.
 
     Raises:

@@ -11,14 +11,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.contexts.codecs import RAW, STATE
 from jaxllm.errors import ConfigError, ContextGone, JaxllmError
 from jaxllm.serving.contexts.record import Record, TurnTokens
 from jaxllm.serving.elastic.objectives import Cost, EnergyBudget
 from jaxllm.serving.elastic.planner import Load, level_of_turn
 from jaxllm.serving.engine.request import Request
-from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
 from jaxllm.serving.server.calls import Call, ContextFacts, call_turn_ids
 from jaxllm.serving.server.job import ContextTurn
 from jaxllm.serving.server.limits import AppLimits, require_room
@@ -125,7 +125,7 @@ class ContextTurns:
         tokenizer = engine.tokenizer.limited(engine.options.context_tokens)
         new, rows = call_turn_ids(tokenizer, call, before)
         asked = TurnTokens.after(record, before, new, engine.tokenizer, engine.cfg)
-        rows = PromptRows.joined((0, contexts.rows_before(record, len(before))), (len(before), rows))
+        rows = PromptEmbeddings.joined((0, contexts.rows_before(record, len(before))), (len(before), rows))
         request = engine.request(asked.prompt, config, level=level, rows=rows, source=asked.source)
         request.require_served_by(engine.runner_at(level))
         if rows is not None:
@@ -153,7 +153,7 @@ class ContextTurns:
             before=len(before),
             asked=asked,
             computed_tokens=computed,
-            whole=cost(WHOLE, computed),
+            whole=cost(FULL_LEVEL, computed),
             costs=costs,
             most_tokens=most,
             most_bytes=max(1, *(contexts.chunk_bytes(record, most, each) for each in costs)),

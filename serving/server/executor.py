@@ -18,9 +18,9 @@ from concurrent.futures import Future
 from multiprocessing.connection import wait
 from typing import Any, TypeVar
 
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import BundleError, ConfigError, JaxllmError, NotFinite, one_line
-from jaxllm.models.features import room_refusal
+from jaxllm.models.features import feature_refusal
 from jaxllm.serving.elastic.objectives import expected_cost
 from jaxllm.serving.elastic.planned_service import PlannedService
 from jaxllm.serving.engine.request import GenerationConfig
@@ -140,7 +140,7 @@ class Executor:
                 tokenizer, call.prompt, call.config.task, shorten=bool(call.shorten)
             )
             engine.request(prompt.ids.tolist(), call.config, rows=rows).require_served_by(engine.runner)
-            whole = expected_cost(self.service.profile, WHOLE, len(prompt.ids), call.config.max_tokens)
+            whole = expected_cost(self.service.profile, FULL_LEVEL, len(prompt.ids), call.config.max_tokens)
             job.encoded(prompt, whole, rows)
         with self._wake:
             self._require_room(call.app)
@@ -174,7 +174,7 @@ class Executor:
           ConfigError: the service has no contexts.
         """
         if self.contexts is None:
-            refusal = room_refusal(self.service.engine.cfg, "contexts")
+            refusal = feature_refusal(self.service.engine.cfg, "contexts")
             how = "start it with a folder for them (--contexts)"
             raise ConfigError(refusal or f"this service keeps no contexts; {how}")
         return self.contexts

@@ -22,7 +22,7 @@ from jaxllm.serving.elastic.planned_service import PlannedCall, PlannedService
 from jaxllm.serving.elastic.planner import IDLE, Load, Plan
 from jaxllm.serving.engine.run import DispatchKind, Lifecycle, Run
 from jaxllm.serving.engine.step import batchable
-from jaxllm.serving.ground.prompt_rows import PromptRows
+from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
 from jaxllm.serving.guided.compiler import PreparedGrammar
 from jaxllm.serving.server.calls import Call, Ended, Event, Piece, Refused, Started, time_limits
 from jaxllm.serving.server.memory import PrefixSessions
@@ -61,7 +61,7 @@ class ContextTurn:
     most_bytes: int
     adapter: str = ""
     forks: bool = False
-    rows: PromptRows | None = None
+    rows: PromptEmbeddings | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,7 +247,7 @@ class Job(Work):
 
     # -- the engine's thread -----------------------------------------------------------------------
 
-    def encoded(self, prompt: PromptTokens, whole: Cost, rows: PromptRows | None = None) -> None:
+    def encoded(self, prompt: PromptTokens, whole: Cost, rows: PromptEmbeddings | None = None) -> None:
         """Sets the prompt, the expected cost of the whole model's answer on an idle device, and prompt
         embeddings."""
         self.marked, self.rows = prompt, rows

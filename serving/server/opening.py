@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jaxllm.bundle.images import has_image_encoder
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
 from jaxllm.models.lora import TARGETS, LoraConfig, adapted_parameters, adapter_shapes
 from jaxllm.serving.buckets.bucket import Bucket
@@ -353,14 +353,14 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     engine_of = EngineOptions(
         context_tokens=options.context_tokens,
         memory_bytes=left if memory else 0,
-        prompt_rows=image_bytes > 0,
+        prompt_embeddings=image_bytes > 0,
         batch_rows=options.batch_rows,
         adapter_rank=rank,
         adapter_targets=targets,
     )
     engine_of = engine_options(model, options.levels or None, engine_of, contexts)
     # Requires a codec, which is known now.
-    engine_of = dataclasses.replace(engine_of, attend_coded=options.attend_coded)
+    engine_of = dataclasses.replace(engine_of, attend_quantized_kv=options.attend_quantized_kv)
     with contextlib.ExitStack() as opened:
         engine = Engine.open(model, options=engine_of, speculation=speculation, progress=stages)
         opened.callback(engine.close)
@@ -372,7 +372,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         if options.prefix_memory:
             buckets += [each for level in engine.levels for each in engine.runner_at(level).fork_buckets()]
         engine.runner.fill(buckets, stages)
-        if engine.options.prompt_rows and engine.model.images is not None:
+        if engine.options.prompt_embeddings and engine.model.images is not None:
             engine.model.images.prepare()
         profile = known_profile(engine, coarse=True, progress=stages)
         planner = planner_of(engine, profile, margin=SafetyMargin())
@@ -409,7 +409,7 @@ def engine_shape(options: ServerOptions) -> tuple[int, tuple[str, ...], int]:
     names = adapted_parameters(cfg, targets)
     factors = [shape for name in names for shape in adapter_shapes(cfg, name, rank)]
     size = 4 * sum(map(math.prod, factors))
-    served = {*(options.levels or levels_of(model)), WHOLE}
+    served = {*(options.levels or levels_of(model)), FULL_LEVEL}
     return rank, targets, size * len(served) * len(found)
 
 

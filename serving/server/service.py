@@ -17,9 +17,9 @@ from pathlib import Path
 
 from jaxllm.bundle.calibrations import read_contexts
 from jaxllm.bundle.tiny_lm import read_tiny_lm
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import ConfigError
-from jaxllm.models.features import room_refusal
+from jaxllm.models.features import feature_refusal
 from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
@@ -199,7 +199,7 @@ class LLMService(PlannedService):
 
     def _kept(self) -> Contexts:
         if self.contexts is None:
-            refusal = room_refusal(self.engine.cfg, "contexts")
+            refusal = feature_refusal(self.engine.cfg, "contexts")
             raise ConfigError(refusal or "this service keeps no contexts; open it with ContextOptions")
         return self.contexts
 
@@ -217,7 +217,7 @@ def engine_options(
     Raises:
       JaxllmError: the model cannot be opened.
     """
-    levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {WHOLE}))
+    levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {FULL_LEVEL}))
     codec, tokens = options.kv_codec, options.kv_chunk_tokens
     if contexts is not None and not codec:
         with open_model(model) as bundle:

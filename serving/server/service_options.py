@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import ConfigError
 from jaxllm.layer_configs import require_int
 from jaxllm.option_types import Size
@@ -67,7 +67,7 @@ class ServerOptions:
       context_keys: folder of keys, one per app, that encrypt contexts on storage; None for no encryption.
       images: whether to support images if the model has an image encoder: its weights and all of the
         model's are then resident.
-      attend_coded: whether answers in contexts attend to stored chunks in place (see `EngineOptions`).
+      attend_quantized_kv: whether answers in contexts attend to stored chunks in place (see `EngineOptions`).
       share_across_apps: whether contexts may share prefixes of other apps' contexts (see `ContextOptions`).
       adapter: low-rank adapters that calls may name: name -> folder in PEFT's layout.
       adapters: folder of adapters that operators may load at runtime; None for no others.
@@ -104,7 +104,7 @@ class ServerOptions:
     follow_pressure: bool = False
     context_keys: Path | None = None
     share_across_apps: bool = False
-    attend_coded: bool = False
+    attend_quantized_kv: bool = False
     images: bool = True
     batch_rows: tuple[int, ...] = option(lambda: _batch_rows(), ascending=True)
     adapter: Mapping[str, Path] = dataclasses.field(default_factory=dict)
@@ -114,7 +114,7 @@ class ServerOptions:
     adapter_memory: int = option(256 << 20, low=1)
     adapter_count: int = option(16, low=1)
     log_level: str = "info"
-    levels: tuple[int, ...] = option((), low=1, high=WHOLE, ascending=True)
+    levels: tuple[int, ...] = option((), low=1, high=FULL_LEVEL, ascending=True)
     drain_s: float = option(30.0, low=0, high=86_400.0)
     scheduler: SchedulerOptions = dataclasses.field(default_factory=SchedulerOptions)
     limits: Limits = dataclasses.field(default_factory=Limits)
@@ -175,7 +175,7 @@ class ServerOptions:
         Raises:
           ConfigError: there are options of contexts, but no folder for them.
         """
-        for name in ("context_budget", "context_keys", "share_across_apps", "attend_coded"):
+        for name in ("context_budget", "context_keys", "share_across_apps", "attend_quantized_kv"):
             if getattr(self, name) and self.contexts is None:
                 raise ConfigError(f"{name} needs a folder for contexts: give the option contexts, too")
         if self.contexts is None:

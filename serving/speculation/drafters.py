@@ -12,11 +12,11 @@ import jax
 import numpy as np
 
 from jaxllm.bundle import Bundle
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.elastic.ladder import with_weights
 from jaxllm.errors import ConfigError
 from jaxllm.kv.cache import KVCache
-from jaxllm.models.features import require_room
+from jaxllm.models.features import require_feature
 from jaxllm.models.parameters import Params
 from jaxllm.quant.parts import high_planes
 from jaxllm.registry import Registry
@@ -275,7 +275,7 @@ def model_drafter(
     """
     bundle = open_model(options.model)
     require_same_kind(bundle.path, bundle.cfg, target.bundle.path, target.bundle.cfg)
-    require_room(bundle.cfg, "drafter")
+    require_feature(bundle.cfg, "drafter")
     wanted = draft_options(bundle.cfg, options, target.options.context_tokens)
     wanted = dataclasses.replace(wanted, buckets_bytes=target.options.buckets_bytes)
     draft = target.beside(bundle, wanted, progress)
@@ -284,7 +284,7 @@ def model_drafter(
             f"{bundle.path} has another tokenizer than {target.bundle.path}: a drafter must have the "
             "target's tokens; train one on the target's tokenizer (jaxllm pretrain --tokenizer)"
         )
-    return ModelDrafter(draft.resident_runner(WHOLE), options, own=bundle)
+    return ModelDrafter(draft.resident_runner(FULL_LEVEL), options, own=bundle)
 
 
 def level_drafter(
@@ -299,7 +299,7 @@ def level_drafter(
     streamed = target.streamed
     if streamed is None:
         return ModelDrafter(target.resident_runner(options.level), options)
-    part, whole = target.runner(options.level).model, target.runner(WHOLE).model
+    part, whole = target.runner(options.level).model, target.runner(FULL_LEVEL).model
     if not isinstance(streamed, StreamedWeights) or part.bucket_level != whole.bucket_level:
         raise ConfigError(
             f"level {options.level} cannot draft while weights are read: that requires int8 or int4 weights "
@@ -312,7 +312,10 @@ def _streamed_runner(target: Target, level: int, streamed: StreamedWeights) -> R
     """A runner of a level with the weights that stay resident while the target's are streamed."""
     staying = streamed.part_weights()
     return _drafting_runner(
-        target.runner(level), target.runner(WHOLE), lambda own: with_weights(own, staying), target.options
+        target.runner(level),
+        target.runner(FULL_LEVEL),
+        lambda own: with_weights(own, staying),
+        target.options,
     )
 
 
@@ -324,11 +327,11 @@ def _drafting_runner(
     shared = ModelLevel(whole.cfg, weights_of(whole.model.weights), options)
     store = part.buckets.store()
     buckets = BucketTable(shared.shapes, store and store.of(shared.cfg, shared.params, options))
-    if part.level == WHOLE:
+    if part.level == FULL_LEVEL:
         return ResidentRunner(shared, buckets, encodes=False)
-    sharing = shared if part.model.bucket_level == WHOLE else None
+    sharing = shared if part.model.bucket_level == FULL_LEVEL else None
     own = ModelLevel(part.cfg, weights_of(part.model.weights), options, level=part.level, whole=sharing)
-    if own.bucket_level != WHOLE:
+    if own.bucket_level != FULL_LEVEL:
         buckets.add_level(own.level, own.shapes, store and store.of(own.cfg, own.params, options))
     return ResidentRunner(own, buckets)
 
@@ -344,20 +347,24 @@ def nested_drafter(
     Raises:
       ConfigError: the target's weights are not nested, or it does not serve the level.
     """
-    require_room(target.bundle.cfg, "drafter")
+    require_feature(target.bundle.cfg, "drafter")
     require_nested(target.bundle)
-    drafting, streamed = options.level or WHOLE, target.streamed
-    if target.options.attend_coded:
-        raise ConfigError("the drafter 'nested' does not attend to stored chunks: leave out attend_coded")
+    drafting, streamed = options.level or FULL_LEVEL, target.streamed
+    if target.options.attend_quantized_kv:
+        raise ConfigError(
+            "the drafter 'nested' does not attend to stored chunks: leave out attend_quantized_kv"
+        )
     if streamed is None:
-        source, whole = target.resident_runner(drafting), target.resident_runner(WHOLE)
-        if source.model.bucket_level == WHOLE:
+        source, whole = target.resident_runner(drafting), target.resident_runner(FULL_LEVEL)
+        if source.model.bucket_level == FULL_LEVEL:
             return NestedDrafter(source, whole, options)
         runner = _drafting_runner(source, whole, high_planes, _drafting_options(source, options))
         return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE)
     if not isinstance(streamed, StreamedWeights):
-        raise ConfigError("the high planes of experts that are stored apart cannot draft; draft with a model")
-    runner, whole = _streamed_runner(target, drafting, streamed), drafting == WHOLE
+        raise ConfigError(
+            "the high planes of experts that are stored separately cannot draft; draft with a model"
+        )
+    runner, whole = _streamed_runner(target, drafting, streamed), drafting == FULL_LEVEL
     return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE, continues=whole)
 
 
@@ -368,7 +375,7 @@ def high_planes_runner(target: Target) -> ResidentRunner:
       ConfigError: the target's weights are not nested, or not resident.
     """
     require_nested(target.bundle)
-    source = target.resident_runner(WHOLE)
+    source = target.resident_runner(FULL_LEVEL)
     return _drafting_runner(source, source, high_planes, source.options)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import read_order
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.layer_stack import (
     STACK,
@@ -68,7 +68,7 @@ class ModelLevel:
         weights: Params,
         options: EngineOptions,
         *,
-        level: int = WHOLE,
+        level: int = FULL_LEVEL,
         whole: "ModelLevel | None" = None,
     ) -> None:
         """See the class; `whole` is the whole model if its buckets serve this level, too.

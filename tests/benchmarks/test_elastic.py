@@ -43,7 +43,7 @@ VARIANTS = decisions.Variants(
     right=np.array([[True, False, True], [False, True, True]]),
     change_ms=np.array([0.0, 0.0, 0.0]),
 )
-WHOLE = (np.array([10.0, 20.0]), np.array([2.0, 2.0]))
+FULL_LEVEL = (np.array([10.0, 20.0]), np.array([2.0, 2.0]))
 
 
 def request_of(slo):
@@ -56,7 +56,7 @@ RANKS = np.array([[1.0, 3.0, 2.0], [2.0, 1.0, 2.0]])
 
 def asked_for(*slos, questions=(0, 1)):
     return decisions.Asked(
-        trace=[request_of(each) for each in slos], questions=(), indices=questions, whole_ms=WHOLE
+        trace=[request_of(each) for each in slos], questions=(), indices=questions, whole_ms=FULL_LEVEL
     )
 
 
@@ -130,7 +130,7 @@ def test_rows_say_both_shares_and_how_far_ours_is_ahead():
     assert cases(slos) == ["<100,100>", "<50,50>", "the five with a limit", "all six"]
     questions = np.arange(20) // 2
     trace = [request_of(slo) for slo in slos]
-    asked = decisions.Asked(trace=trace, questions=(), indices=questions.tolist(), whole_ms=WHOLE)
+    asked = decisions.Asked(trace=trace, questions=(), indices=questions.tolist(), whole_ms=FULL_LEVEL)
     ours = decisions.Choices.of(np.ones(20, bool), np.arange(20) % 2 == 0)
     other = decisions.Choices.of(np.arange(20) % 2 == 0, np.ones(20, bool))
     rows = trace_rows({OURS: ours, "other": other}, asked, {"other": "as it is"})
@@ -271,7 +271,9 @@ class Answering:
 
 def test_objectives_are_those_of_the_device_as_it_is():
     tight = Slo(ttft=0.5, tpot=0.5)
-    asked = decisions.Asked(trace=[request_of(tight)] * 40, questions=(), indices=[0] * 40, whole_ms=WHOLE)
+    asked = decisions.Asked(
+        trace=[request_of(tight)] * 40, questions=(), indices=[0] * 40, whole_ms=FULL_LEVEL
+    )
     outcomes, met = replay_beside_whole(Answering(), asked, 30)
     assert len(outcomes) == 30
     assert [outcome.failure is None for outcome in outcomes] == [n != 2 for n in range(30)]

@@ -222,7 +222,7 @@ def smolvlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def image_engine(smolvlm: Path) -> Engine:
-    return Engine.open(smolvlm / "m.jaxllm", options=EngineOptions(prompt_rows=True), warm_up=False)
+    return Engine.open(smolvlm / "m.jaxllm", options=EngineOptions(prompt_embeddings=True), warm_up=False)
 
 
 def test_generate_continues_after_images(run: Run, smolvlm: Path, image_engine: Engine) -> None:

@@ -73,7 +73,7 @@ def test_info_of_a_folder(run: Run, folder: Path) -> None:
     assert (facts["family"], facts["stored"], facts["weights"]) == (CFG.model_type, "floats", "f32")
     assert facts["parameters"] == parameter_count(CFG)
     assert facts["rooms"]["levels"] == "yes"
-    assert "no mixture" in facts["rooms"]["experts apart"]
+    assert "no mixture" in facts["rooms"]["separate experts"]
     assert facts["memory_bytes"]["f32"]["weights"] == 4 * parameter_count(CFG)
     assert facts["memory_bytes"]["int4"]["weights"] < facts["memory_bytes"]["int8"]["weights"]
     memory = facts["memory_bytes"]["f32"]
@@ -92,7 +92,7 @@ def test_info_of_a_mixture(run: Run, tmp_path: Path) -> None:
     apart = tmp_path / "apart.jaxllm"
     succeeded(run("prepare", folder, "-o", apart, "--weights", "int8", "--expert-bits", "8"))
     least = least_memory(run, apart)
-    said = facts["memory_bytes"]["int8"]["least --memory, experts apart"]
+    said = facts["memory_bytes"]["int8"]["least --memory, separate experts"]
     assert least * 0.9 < said < least * 1.1
 
 

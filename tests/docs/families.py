@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.architectures import ARCHITECTURES, WRAPPERS
-from jaxllm.models.features import ROOMS, room_refusal
+from jaxllm.models.features import FEATURES, feature_refusal
 
 PAGE = Path("docs/guides/families.md")
 _NEEDED = {
@@ -27,12 +27,12 @@ def families_table() -> str:
     for name, wrapper in WRAPPERS.items():
         for family in wrapper.text_types.values():
             wrapped.setdefault(family, []).append(f"`{name}`")
-    lines = [f"| family | also in | {' | '.join(ROOMS)} |", f"|{'---|' * (len(ROOMS) + 2)}"]
+    lines = [f"| family | also in | {' | '.join(FEATURES)} |", f"|{'---|' * (len(FEATURES) + 2)}"]
     for name in sorted(ARCHITECTURES):
         cfg = default_config(name)
-        cells = ["no" if room_refusal(cfg, room) else "yes" for room in ROOMS]
+        cells = ["no" if feature_refusal(cfg, room) else "yes" for room in FEATURES]
         if not cfg.experts:
-            cells[ROOMS.index("experts apart")] = ""
+            cells[FEATURES.index("separate experts")] = ""
         lines.append(f"| `{name}` | {', '.join(wrapped.get(name, []))} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

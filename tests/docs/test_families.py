@@ -6,7 +6,7 @@ import pytest
 
 from jaxllm.errors import ConfigError
 from jaxllm.models.architectures import ARCHITECTURES
-from jaxllm.models.features import ROOMS, require_room, room_refusal
+from jaxllm.models.features import FEATURES, feature_refusal, require_feature
 from tests.docs.families import PAGE, block_of, default_config, families_table
 
 
@@ -15,12 +15,12 @@ def test_the_table_is_up_to_date():
 
 
 def test_rooms_refuse_by_name():
-    for cfg, room in itertools.product(map(default_config, ARCHITECTURES), ROOMS):
-        reason = room_refusal(cfg, room)
+    for cfg, room in itertools.product(map(default_config, ARCHITECTURES), FEATURES):
+        reason = feature_refusal(cfg, room)
         if reason is None:
-            require_room(cfg, room)
+            require_feature(cfg, room)
             continue
         assert "\n" not in reason
         with pytest.raises(ConfigError) as caught:
-            require_room(cfg, room)
+            require_feature(cfg, room)
         assert str(caught.value) == reason

@@ -22,7 +22,7 @@ from jaxllm.experts.routing import Routing, high_alone, route
 from jaxllm.kernels import native
 from jaxllm.nn.layers import Norm, activate, normalize
 from jaxllm.nn.linear import FeedForward
-from jaxllm.quant import Apart, Bfloat16Bits, by_form, dequantize, quantize, to_blocks, unit_at
+from jaxllm.quant import Bfloat16Bits, PerExpert, by_form, dequantize, quantize, to_blocks, unit_at
 from tests.kernels.switching import fall_back, needs_native
 from tests.variants import every_variant, jitted
 
@@ -64,14 +64,14 @@ def _routed(x, choices, normalize_weights):
     return route(normalize(x, NORM), ROUTER, experts_per_token=choices, normalize=normalize_weights)
 
 
-def mix(x, routing, experts=EXPERTS, live=None, *, differentiable=False):
+def mix(x, routing, experts=EXPERTS, valid_rows=None, *, differentiable=False):
     # With their name, or a test would run what another one traced without native kernels.
-    return _mix(x, routing, experts, live, differentiable, native.kernels().name)
+    return _mix(x, routing, experts, valid_rows, differentiable, native.kernels().name)
 
 
 @functools.partial(jitted, static_argnums=(4, 5))
-def _mix(x, routing, experts, live, differentiable, _kernels):
-    return mixture(x, NORM, routing, experts, live=live, differentiable=differentiable)
+def _mix(x, routing, experts, valid_rows, differentiable, _kernels):
+    return mixture(x, NORM, routing, experts, valid_rows=valid_rows, differentiable=differentiable)
 
 
 def naive(x, routing, experts=EXPERTS):
@@ -113,12 +113,12 @@ def test_every_token_is_seen_by_its_experts(row, tokens, column, choices):
 @pytest.mark.parametrize("differentiable", [True, False])
 @pytest.mark.parametrize("valid", [1, 5, 11])
 def test_padding_visits_no_expert(valid, differentiable):
-    live = np.arange(12) < valid
+    valid_rows = np.arange(12) < valid
     results = []
     for garbage in (0.0, 7.0):
         x = draw(B, 12, D)
         x[:, valid:] = garbage * draw(B, 12 - valid, D, seed=5)
-        results.append(np.asarray(mix(x, routed(x), live=live, differentiable=differentiable)))
+        results.append(np.asarray(mix(x, routed(x), valid_rows=valid_rows, differentiable=differentiable)))
     np.testing.assert_array_equal(results[0], results[1])
     x = draw(B, 12, D)
     np.testing.assert_allclose(results[0][:, :valid], naive(x, routed(x))[:, :valid], atol=2e-5)
@@ -167,7 +167,7 @@ def held(dense, form, widths):
             for one, width in zip(stack, widths, strict=True)
         ]
         each = [jax.tree.map(jnp.asarray, one) for one in each]
-        return Apart(tuple(each)) if form == "apart" else by_form(each)
+        return PerExpert(tuple(each)) if form == "apart" else by_form(each)
 
     block = FeedForward(stored(dense.up, -1), stored(dense.down, -2), stored(dense.gate, -1))
     return block, FeedForward(*map(floats, (block.up, block.down, block.gate)))
@@ -194,8 +194,11 @@ def test_stored_experts_compute_what_they_stand_for(kind, monkeypatch):
     block, meant = held(experts_of(neurons), kind.partition("-")[0], widths)
     for tokens in (1, 20):
         x = draw(B, tokens, D)
-        routing, live = routed(x), np.arange(tokens) < max(1, tokens - 3)
-        got, expected = mix(x, routing, block, live=live), naive(x, routing, meant) * live[:, None]
+        routing, valid_rows = routed(x), np.arange(tokens) < max(1, tokens - 3)
+        got, expected = (
+            mix(x, routing, block, valid_rows=valid_rows),
+            naive(x, routing, meant) * valid_rows[:, None],
+        )
         bound = 2e-5 if kind.endswith("xla") else 0.03 * np.abs(expected).max()
         np.testing.assert_allclose(got, expected, rtol=0, atol=bound)
 
@@ -273,7 +276,7 @@ def test_a_row_of_a_tree_is_to_the_bit_what_it_is_alone(bits, lie):
         np.testing.assert_array_equal(layer(x[:, :tokens]), alone[:, :tokens])
 
 
-@pytest.mark.parametrize("hold", [lambda each: Apart(tuple(each)), by_form], ids=["apart", "by-form"])
+@pytest.mark.parametrize("hold", [lambda each: PerExpert(tuple(each)), by_form], ids=["apart", "by-form"])
 def test_what_is_traced_does_not_grow_with_the_experts(hold):
     """There is code for each width, not for each expert."""
 
@@ -342,7 +345,7 @@ def test_high_planes_alone_have_tiles_of_their_own(loss):
     ids = np.argsort(-logits, -1)[..., :choices].astype(np.int32)
     weights = np.take_along_axis(np.exp(logits), ids, -1)
     routing = Routing(logits=logits, ids=ids, weights=weights)
-    tiles, _ = tiles_and_weights(routing, experts, live=np.arange(9) < 8, loss=loss)
+    tiles, _ = tiles_and_weights(routing, experts, valid_rows=np.arange(9) < 8, loss=loss)
     alone = np.asarray(high_alone(weights[0], loss))
     wanted = {
         (token, int(ids[0, token, k]) + experts * bool(alone[token, k]))

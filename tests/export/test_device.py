@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from jaxllm import Engine
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import ProgramError
 from jaxllm.export.folder import loop_modules
 from jaxllm.export.folder_format.manifest import LOOP, MANIFEST, Manifest
@@ -105,10 +105,10 @@ def live_engine(elastic):
 
 
 def test_twenty_prompts_token_for_token(said, folder, live_engine):
-    for level in (40, WHOLE):
+    for level in (40, FULL_LEVEL):
         wanted = [live_engine.stream(each, CONFIG, level=level).result().tokens for each in PROMPTS]
         assert said["plain"][str(level)] == wanted
-    assert said["drafted"] == said["plain"][str(WHOLE)]
+    assert said["drafted"] == said["plain"][str(FULL_LEVEL)]
     assert said["verifications"] > 0
     assert said["folder"] == said["drafted"][:8]
     # Nothing of JAX or of the sources.
@@ -162,7 +162,7 @@ def test_the_loop_has_what_a_device_imports_where_it_is_used(folder):
 def test_a_missing_signature_is_named(folder, tmp_path):
     other = shutil.copytree(folder, tmp_path / "other")
     facts = json.loads((other / MANIFEST).read_text())
-    more = {"kind": "verify", "tokens": 16, "level": WHOLE, "cache_tokens": 0, "file": FILE}
+    more = {"kind": "verify", "tokens": 16, "level": FULL_LEVEL, "cache_tokens": 0, "file": FILE}
     facts["signatures"].append(more)
     (other / MANIFEST).write_text(json.dumps(facts))
     with pytest.raises(ProgramError, match="lacks the signatures verify_16, which"):

@@ -13,7 +13,7 @@ from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.stablehlo import export_stablehlo
 from jaxllm.export.subject import read_subject
 from jaxllm.models.architectures import architecture
-from jaxllm.models.features import require_room
+from jaxllm.models.features import require_feature
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.options import EngineOptions
@@ -105,7 +105,7 @@ def test_tflite_answers_as_the_live_engine(bundle, family, live, tmp_path):
     subject = read_subject(bundle)
     if family == "switch_transformers":
         with pytest.raises(ConfigError, match="no mixture of experts"):
-            require_room(subject.cfg, "tflite")
+            require_feature(subject.cfg, "tflite")
         return
     plan = dataclasses.replace(FULL, block_tokens=4, cache_tokens=()) if family == "t5" else LEAST
     export_tflite(subject, tmp_path / "f32", plan)

@@ -14,7 +14,7 @@ from jaxllm.export.subject import read_subject
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder, encoder_decoder
 from jaxllm.models.architectures import ARCHITECTURES
-from jaxllm.models.features import room_refusal
+from jaxllm.models.features import feature_refusal
 from jaxllm.models.parameters import param_specs
 from jaxllm.serving.engine.request import GenerationConfig
 from tests import tiny, tiny_encdec
@@ -29,7 +29,7 @@ from jaxllm.export.tflite import export_tflite
 
 TOLERANCE = 1e-3
 CONTEXT, CHUNK, ASKED = 48, 16, 6
-FAMILIES = [name for name in ARCHITECTURES if not room_refusal(default_config(name), "tflite")]
+FAMILIES = [name for name in ARCHITECTURES if not feature_refusal(default_config(name), "tflite")]
 PROMPT = np.random.default_rng(0).integers(3, tiny.VOCAB_SIZE, 23).tolist()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxllm import Engine
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.contexts.codecs import WIDTHS, ChunkShape
 from jaxllm.contexts.recompute import LOST
 from jaxllm.elastic.slo import Slo
@@ -64,8 +64,8 @@ def wanted(elastic, given):
     found = {}
     for name in (None, *given):
         live.set_adapter(None if name is None else given[name])
-        found[name] = {level: answers(live, level) for level in (40, WHOLE)}
-    assert len({str(found[name][level]) for name in found for level in (40, WHOLE)}) == 6
+        found[name] = {level: answers(live, level) for level in (40, FULL_LEVEL)}
+    assert len({str(found[name][level]) for name in found for level in (40, FULL_LEVEL)}) == 6
     return found
 
 
@@ -84,7 +84,7 @@ def test_text_is_the_live_engines_with_each_adapter_and_none(adapted, wanted, co
     with compiles() as count:
         for name in (None, "mail", "notes", "mail", None):
             adapted.set_adapter(name)
-            for level in (40, WHOLE):
+            for level in (40, FULL_LEVEL):
                 assert answers(adapted, level) == wanted[name][level], (name, level)
         assert count() == 0
 
@@ -102,10 +102,10 @@ def test_a_context_keeps_its_adapter(adapted, wanted, tmp_path):
     service = ProgramService(adapted, measure_coarsely(adapted), contexts=contexts)
     context = service.new_context("app", adapter="notes")
     answer = context.answer(PROMPTS[2], CONFIG).result()
-    assert answer.tokens == wanted["notes"][WHOLE][2]
+    assert answer.tokens == wanted["notes"][FULL_LEVEL][2]
     # Another one's calls do not change it.
     service.set_adapter(None)
-    assert answers(adapted, WHOLE) == wanted[None][WHOLE]
+    assert answers(adapted, FULL_LEVEL) == wanted[None][FULL_LEVEL]
     again = service.context("app", context.name)
     assert adapted.model.executor.adapters.used == "notes"
     assert again.answer([5], CONFIG).result().restoration.resident == 1
@@ -208,7 +208,7 @@ WORDS = [
 ]  # fmt: skip
 # So slow that the time to plan does not count.
 PROFILE = DeviceProfile(
-    levels=(40, WHOLE), tokens=(1, 1000), chunk_tokens=(1,),
+    levels=(40, FULL_LEVEL), tokens=(1, 1000), chunk_tokens=(1,),
     ttft_ms=((400.0, 400_000.0), (1000.0, 1_000_000.0)), tpot_ms=((1600.0,) * 2, (4000.0,) * 2),
 )  # fmt: skip
 SLOS = [Slo(ttft=ttft, tpot=tpot) for ttft in (0.2, 0.35, 0.5, 0.7, 0.9) for tpot in (0.3, 0.6, 0.9)]
@@ -233,7 +233,7 @@ def live_planner(planned):
     with pytest.MonkeyPatch.context() as patch:
         # Its larger matrices are at 8 bits.
         patch.setattr(live_tiny_lm, "_LARGE", 1 << 16)
-        return TinyPlanner(planned[1], (40, WHOLE))
+        return TinyPlanner(planned[1], (40, FULL_LEVEL))
 
 
 def prompts():
@@ -247,7 +247,7 @@ def test_levels_and_kept_tokens_are_those_of_the_live_service(service, live_plan
     """Both plan by one profile."""
     ours = service.planner._proposer
     kinds = set()
-    mine, theirs = (Planner(PROFILE, (40, WHOLE), each) for each in (ours, live_planner))
+    mine, theirs = (Planner(PROFILE, (40, FULL_LEVEL), each) for each in (ours, live_planner))
     for prompt in prompts():
         np.testing.assert_allclose(ours.scores(prompt), live_planner.scores(prompt), atol=1e-3)
         for slo in SLOS:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from tests.export.models import PROMPTS
 
 pytest.importorskip("litert_converter")
@@ -36,7 +36,7 @@ def run(program, folder, prompt, *options):
     return done.returncode, [int(line) for line in done.stdout.split() if line.isdigit()], said
 
 
-@pytest.mark.parametrize("level", [40, WHOLE])
+@pytest.mark.parametrize("level", [40, FULL_LEVEL])
 def test_the_answers_are_the_live_engines(program, tflite, live, level):
     for prompt, wanted in zip(PROMPTS, live[level], strict=True):
         rc, tokens, said = run(program, tflite[0], prompt, "--max-tokens", "12", "--level", str(level))
@@ -48,12 +48,12 @@ def test_a_level_is_planned_by_a_profile_of_this_device(program, tflite, live, t
     asked = ["--max-tokens", "12", "--profile", str(profile)]
     _, tokens, (plan,) = run(program, tflite[0], prompt, "--slo", "100,100", *asked)
     assert plan.startswith("plan: level 100,")
-    assert tokens == live[WHOLE][2]
+    assert tokens == live[FULL_LEVEL][2]
     # Level, tokens of a step and milliseconds; a step of level 40 that takes a tenth is planned for a half.
     head, *times = profile.read_text().splitlines()
     rows = [line.split() for line in times]
     found = {(int(level), int(count)) for level, count, _ in rows}
-    assert found == {(40, 1), (40, 16), (WHOLE, 1), (WHOLE, 16)}
+    assert found == {(40, 1), (40, 16), (FULL_LEVEL, 1), (FULL_LEVEL, 16)}
     kept = [f"{level} {count} {0.1 if level == '40' else 1}" for level, count, _ in rows]
     profile.write_text("\n".join([head, *kept]) + "\n")
     _, tokens, (plan,) = run(program, tflite[0], prompt, "--slo", "50,50", *asked)
@@ -68,7 +68,7 @@ def test_a_level_is_planned_by_a_profile_of_this_device(program, tflite, live, t
 
 
 def test_it_stops_behind_a_stop_token_and_says_what_is_wrong(program, tflite, live, tmp_path):
-    wanted = live[WHOLE][1]
+    wanted = live[FULL_LEVEL][1]
     stop = wanted[3]
     rc, tokens, _ = run(program, tflite[0], PROMPTS[1], "--stop", str(stop))
     assert (rc, tokens) == (0, wanted[: wanted.index(stop) + 1])

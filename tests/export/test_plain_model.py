@@ -18,7 +18,7 @@ from jaxllm.checkpoints.gguf_tokenizer import read_gguf_tokenizer
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer
 from jaxllm.cli.export import export_command
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import ConfigError
 from jaxllm.export.gguf_file import write_plain_gguf
@@ -103,7 +103,7 @@ def test_a_folder_has_the_recovery_of_its_level_and_the_tokenizer(tmp_path):
 @pytest.mark.parametrize(("precision", "most"), [("f32", 0), ("f16", 1e-3), ("int8", 0.01)])
 def test_gguf_is_read_again_as_the_model(tmp_path, precision, most):
     with Bundle.open(write_elastic(tmp_path / "m.jaxllm")) as opened:
-        model = read_plain(opened, level=WHOLE)
+        model = read_plain(opened, level=FULL_LEVEL)
         write_plain_gguf(tmp_path / "m.gguf", model, precision)
         expected = {name: np.asarray(value) for name, value in model.params(model.cfg, F32).items()}
         ours = Tokenizer(model.tokenizer)

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import ConfigError, ContextOverflow, ProgramError
 from jaxllm.export.folder_format.manifest import TOKENIZER, WEIGHTS, Manifest, StoredFile, write_tokenizer
 from jaxllm.export.folder_format.signature import cache_shapes
@@ -322,7 +322,9 @@ def compiled(signature, deep, *, branches):
 
 @pytest.mark.parametrize("name", ["decode", "block_4", "verify_8", "prefill_16", "prefill_64"])
 def test_no_cache_is_copied(deep, name, shipped_compilations):
-    (signature,) = (each for each in DEEP_PLAN.resolved(deep.cfg).signatures(WHOLE, str) if each.name == name)
+    (signature,) = (
+        each for each in DEEP_PLAN.resolved(deep.cfg).signatures(FULL_LEVEL, str) if each.name == name
+    )
     one = 4 * int(np.prod(next(iter(cache_shapes(deep.cfg, ROOM).values()))))
     # What a block copies are its controls.
     assert copied_bytes(compiled(signature, deep, branches=True)) < one

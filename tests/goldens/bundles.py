@@ -103,7 +103,7 @@ class Bundles:
         return self._write("shallow", "f32", DRAFT, parts=_elastic_parts(DRAFT))
 
     def mixture(self, weights: WeightFormat) -> Path:
-        """With experts of 2, 4 and 8 bits, stored apart."""
+        """With experts of 2, 4 and 8 bits, stored separately."""
         draw = np.random.default_rng(0)
         bits = draw.choice([2, 4, 8], (sum(MIXTURE.sparse_layers), MIXTURE.experts))
         every = np.tile(np.arange(MIXTURE.experts), (len(bits), 200, 1))

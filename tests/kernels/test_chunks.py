@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jaxllm.contexts.codecs import CODECS, RAW, WIDTHS, ChunkFormat, ChunkShape
-from jaxllm.contexts.coded import CodedChunks
+from jaxllm.contexts.coded import QuantizedPrefix
 from jaxllm.kernels import native_attention
 from jaxllm.kernels.native import ChunkTable
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
@@ -210,28 +210,28 @@ class Case:
             **given | change,
         )
 
-    def by_value(self) -> CodedChunks:
+    def by_value(self) -> QuantizedPrefix:
         """With room for two chunks more."""
         source = np.zeros((1, COUNT + 2, max(self.form.sizes(self.shape).values())), np.uint8)
         for place, blob in enumerate(self.blobs):
             source[0, place, : blob.size] = blob
         bits = np.array([*self.bits, -1, -1], np.int32)
-        return CodedChunks(np.int32(COUNT * UNEVEN), source, self.form, bits, self.no_mass, np.int32(0))
+        return QuantizedPrefix(np.int32(COUNT * UNEVEN), source, self.form, bits, self.no_mass, np.int32(0))
 
-    def by_address(self, table: ChunkTable, tokens: int = COUNT * UNEVEN) -> CodedChunks:
-        return CodedChunks(np.int32(tokens), table.operand, self.form, None, self.no_mass, np.int32(0))
+    def by_address(self, table: ChunkTable, tokens: int = COUNT * UNEVEN) -> QuantizedPrefix:
+        return QuantizedPrefix(np.int32(tokens), table.operand, self.form, None, self.no_mass, np.int32(0))
 
     @property
     def no_mass(self) -> np.ndarray:
         return np.zeros((1, COUNT + 2), np.float32)
 
-    def attend(self, coded: CodedChunks) -> tuple[np.ndarray, np.ndarray]:
+    def attend(self, coded: QuantizedPrefix) -> tuple[np.ndarray, np.ndarray]:
         """Outputs, and the mass of all positions, of chunks spread over their tokens."""
         tokens = self.new.k.shape[1]
         positions = jnp.arange(self.length, self.length + tokens, dtype=jnp.int32)
         at = TokenPositions(positions, jnp.int32(tokens), consecutive=True)
 
-        def door(new: Heads, keys: jax.Array, values: jax.Array, coded: CodedChunks) -> Any:
+        def door(new: Heads, keys: jax.Array, values: jax.Array, coded: QuantizedPrefix) -> Any:
             capacity = keys.shape[-2]
             mask, mass = jnp.zeros((tokens, capacity), jnp.bool_), jnp.zeros((1, capacity))
             past = Past(keys, values, jnp.int32(0), coded)

@@ -71,15 +71,15 @@ def test_a_row_is_the_same_in_any_company(width):
     out, stack = weight_of(draw, (70, 300), width, -1), weight_of(draw, (3, 100, 70), width, -2)
     x = floats(draw, 33, 300)
 
-    def rowwise(x, weight):
+    def batch_invariant(x, weight):
         if weight.axis == -1:
-            return native_products.to_units(x, [weight], rowwise=True)[0]
-        return native_products.from_units(x, weight, residual=x[:, :70], rowwise=True)
+            return native_products.to_units(x, [weight], batch_invariant=True)[0]
+        return native_products.from_units(x, weight, residual=x[:, :70], batch_invariant=True)
 
     for weight, segments in ((out, 1), (stack, 3)):
         door = to_units if weight.axis == -1 else native_products.from_units
-        together, prompt = (answers(each, x, weight) for each in (rowwise, door))
-        alone, decoded = (compiled(each, x[:1], weight) for each in (rowwise, door))
+        together, prompt = (answers(each, x, weight) for each in (batch_invariant, door))
+        alone, decoded = (compiled(each, x[:1], weight) for each in (batch_invariant, door))
         seen = oracle.rounded(oracle.known(x), segments).value
         room = oracle.product(oracle.known(x), weight, kernels="native", segments=segments).error
         if width[0] != 8:
@@ -162,28 +162,29 @@ def test_the_first_rows_are_what_they_are_among_all(width):
     down, stack = weight_of(draw, (90, 300), width, -2), weight_of(draw, (3, 41, 50), width, -2)
     rows, scale = floats(draw, 19, 300), floats(draw, 300)
 
-    def door(x, live, up, gate, down, stack, scale):
+    def door(x, valid_rows, up, gate, down, stack, scale):
         norm = dict(norm_scale=scale, norm_eps=EPS)
         return [
-            *native_products.to_units(x, [up, gate], **norm, live=live),
-            native_products.from_units(x[:, :123], stack, residual=x[:, :50], live=live),
+            *native_products.to_units(x, [up, gate], **norm, valid_rows=valid_rows),
+            native_products.from_units(x[:, :123], stack, residual=x[:, :50], valid_rows=valid_rows),
             native_products.feed_forward(
-                x, gate, up, down, activation="gelu", residual=True, **norm, live=live
+                x, gate, up, down, activation="gelu", residual=True, **norm, valid_rows=valid_rows
             ),
-            native_products.add_normed(x, x, scale, EPS, live),
+            native_products.add_normed(x, x, scale, EPS, valid_rows),
         ]
 
     weights = up, gate, down, stack, scale
     run = compiled(door, rows, np.int32(1), *weights)
     among = answers(lambda x, *weights: door(x, None, *weights), rows, *weights)
-    for live in (1, 2, 7, 19):
-        x = np.where(np.arange(19)[:, None] < live, rows, np.nan).astype(np.float32)
+    for valid_rows in (1, 2, 7, 19):
+        x = np.where(np.arange(19)[:, None] < valid_rows, rows, np.nan).astype(np.float32)
         found, first = jax.tree.map(
-            lambda each, live=live: each[:live], (run(x, np.int32(live), *weights), among)
+            lambda each, valid_rows=valid_rows: each[:valid_rows],
+            (run(x, np.int32(valid_rows), *weights), among),
         )
         same(found, first)
         if width in ((8, 0), (8, 32), (8, 64)):
-            same(found, answers(lambda x, *weights: door(x, None, *weights), rows[:live], *weights))
+            same(found, answers(lambda x, *weights: door(x, None, *weights), rows[:valid_rows], *weights))
 
 
 def both(rows, width, seed=0):

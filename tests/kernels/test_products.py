@@ -225,7 +225,9 @@ def test_to_units_by_a_step(rows, width):
     weight, x = weight_of(draw, (3, 11, 300), width, -1), floats(draw, rows, 300)
     assert (np.abs(x) > 127 * STEP).any()
     known = stepped(x) @ plain(weight).reshape(-1, 300).T
-    found = answers(lambda x, w, s: linear.to_units(x, w, step=s, rowwise=True), x, weight, STEP, xla=True)
+    found = answers(
+        lambda x, w, s: linear.to_units(x, w, step=s, batch_invariant=True), x, weight, STEP, xla=True
+    )
     for got in found.values():
         close(got.reshape(rows, -1), known)
 
@@ -240,7 +242,7 @@ def test_from_units_by_a_step(shape, width):
     known = stepped(h).reshape(19, -1) @ plain(weight).reshape(-1, 70) + residual
 
     def door(h, w, r, s):
-        return linear.from_units(h, w, residual=r, step=s, rowwise=True)
+        return linear.from_units(h, w, residual=r, step=s, batch_invariant=True)
 
     for got in answers(door, h, weight, residual, STEP, xla=True).values():
         close(got, known)

@@ -15,7 +15,7 @@ from jaxllm.kv.cache import new_cache
 from jaxllm.models.decoder import forward, forward_documents
 from jaxllm.models.layer_stack import STACK, LayerRun, by_address, can_be_addressed, layer_runs, one_by_one
 from jaxllm.models.parameters import param_specs
-from jaxllm.quant import Apart, quantize, to_blocks
+from jaxllm.quant import PerExpert, quantize, to_blocks
 from tests.elastic.models import (
     GEMMA,
     LLAMA,
@@ -96,7 +96,7 @@ def stored(name, bits=8):
             quantize(matrix, bits=width, axis=axis)
             for matrix, width in zip(params[each], widths, strict=True)
         ]
-        found[each] = Apart(tuple(placed(to_blocks(form)) for form in forms))
+        found[each] = PerExpert(tuple(placed(to_blocks(form)) for form in forms))
     return found
 
 
@@ -153,7 +153,7 @@ def test_floats_and_processes_without_kernels_have_no_addresses(monkeypatch):
     # Experts in one array, and experts whose own matrices differ.
     assert not can_be_addressed(in_blocks(MIXTRAL, scaled_params(MIXTRAL), 8), MIXTRAL)
     name, other = "layers.1.experts.up", dict(stored("mixtral"))
-    other[name] = Apart(other[name].matrices[::-1])
+    other[name] = PerExpert(other[name].matrices[::-1])
     assert not can_be_addressed(other, MIXTRAL)
     fall_back(monkeypatch)
     assert not can_be_addressed(stored("llama"), LLAMA)

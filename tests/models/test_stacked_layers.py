@@ -237,8 +237,10 @@ def test_a_loop_over_layers_gathers_nothing(monkeypatch):
 FIVE = dataclasses.replace(PLAIN, layers=5, attention_windows=())
 ALTERNATING = dataclasses.replace(FIVE, attention_windows=(3, 0, 3, 0, 3))
 SPARSE = dataclasses.replace(CONFIGS["experts"], layers=4, attention_windows=(), sparse_layers=())
-WHOLE, LESS = (LayerUnits(kv_heads=PLAIN.kv_heads, neurons=n) for n in (PLAIN.ffn_size, PLAIN.ffn_size // 2))
-LEVEL = dataclasses.replace(FIVE, layer_units=(WHOLE, LESS, LESS, WHOLE, LESS))
+FULL_LEVEL, LESS = (
+    LayerUnits(kv_heads=PLAIN.kv_heads, neurons=n) for n in (PLAIN.ffn_size, PLAIN.ffn_size // 2)
+)
+LEVEL = dataclasses.replace(FIVE, layer_units=(FULL_LEVEL, LESS, LESS, FULL_LEVEL, LESS))
 TEXTS = jnp.asarray(np.random.default_rng(0).integers(0, PLAIN.vocab_size, (2, 12)), jnp.int32)
 STARTS = jnp.asarray([[0] * 5 + [5] * 7, [0] * 12], jnp.int32)
 

@@ -15,7 +15,7 @@ from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.models.architectures import WRAPPERS
 from jaxllm.models.encoder.siglip import image_rows
-from jaxllm.models.layer import InputRows
+from jaxllm.models.layer import InputEmbeddings
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -142,7 +142,7 @@ def check(folder, tokens, rows, expected):
     cfg = read_config(folder)
     params = {name: jnp.asarray(value) for name, value in read_params(folder, cfg)}
     width = len(next(iter(rows.values())))
-    given = InputRows(np.zeros((PROMPT, width), np.float32), np.zeros(PROMPT, np.bool_))
+    given = InputEmbeddings(np.zeros((PROMPT, width), np.float32), np.zeros(PROMPT, np.bool_))
     for place, row in rows.items():
         given.rows[place], given.given[place] = row, True
 
@@ -165,7 +165,7 @@ def check(folder, tokens, rows, expected):
             ids[0, :count] = tokens[0, first:last]
             for to, each in zip(part, (given.rows, given.given), strict=True):
                 to[:count] = each[first:last]
-            out, cache = step(params, ids, cache, np.int32(count), InputRows(*part))
+            out, cache = step(params, ids, cache, np.int32(count), InputEmbeddings(*part))
             got.append(np.asarray(out)[0, :count])
         assert np.abs(np.concatenate(got) - expected[0]).max() < TOLERANCE, f"split at {split}"
 

@@ -26,7 +26,7 @@ from jaxllm.bundle.calibrations import prefill_parts
 from jaxllm.bundle.levels import elastic_parts
 from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
 from jaxllm.checkpoints.peft import write_adapter
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.elastic.ladder import Ladder, sub_config
 from jaxllm.errors import BudgetExceeded
 from jaxllm.export.contents import require_family
@@ -41,7 +41,7 @@ from jaxllm.int8_prefill.fitting import random_calibration
 from jaxllm.int8_prefill.reference import forward_by_rule, integer_rule, plain_rule
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder, encoder_decoder
-from jaxllm.models.features import ROOMS, room_refusal
+from jaxllm.models.features import FEATURES, feature_refusal
 from jaxllm.models.lora import LoraConfig, init_adapter, merge
 from jaxllm.models.parameters import param_specs, sparse_layers
 from jaxllm.serving.buckets.model import DecodeBucket, SampleBucket
@@ -80,7 +80,7 @@ OPTIONS = EngineOptions(
     cache_dtype="float32", buckets_bytes=0,
 )  # fmt: skip
 LEVEL = 50
-LADDER = Ladder(levels=(LEVEL, WHOLE))
+LADDER = Ladder(levels=(LEVEL, FULL_LEVEL))
 PROMPT, NEXT = drawn(23), drawn(4, seed=1)
 # Families whose variant has another name.
 _VARIANTS = {"gemma3_text": "gemma3"}
@@ -131,7 +131,7 @@ class Family:
             self.folder / f"{name}.jaxllm", weights, cfg=self.cfg, tokenizer=tokenizer, **how
         )
 
-    def open(self, path: Path | None = None, *, filled: int = WHOLE, **changed: Any) -> Engine:
+    def open(self, path: Path | None = None, *, filled: int = FULL_LEVEL, **changed: Any) -> Engine:
         """An engine that can prefill at the level `filled`, which is all that `error` asks for; closed with
         the family."""
         options = dataclasses.replace(OPTIONS, **changed)
@@ -145,8 +145,8 @@ class Family:
     @functools.cached_property
     def engine(self) -> Engine:
         """With all weights in memory, adapters and contexts, as far as there are some."""
-        rank = 0 if room_refusal(self.cfg, "adapters") else 4
-        codec = "" if room_refusal(self.cfg, "contexts") else "raw"
+        rank = 0 if feature_refusal(self.cfg, "adapters") else 4
+        codec = "" if feature_refusal(self.cfg, "contexts") else "raw"
         return self.open(adapter_rank=rank, kv_codec=codec)
 
     # -- transformers ------------------------------------------------------------------------------
@@ -342,7 +342,7 @@ def integer_prefill(family):
     logits, _ = prefill_prompt(runner, runner.start(CONTEXT), PROMPT, 0)
     with Bundle.open(path) as bundle:
         params = bundle.load()
-        layers = jax.tree.map(jnp.asarray, calibration.layers(WHOLE, cfg))
+        layers = jax.tree.map(jnp.asarray, calibration.layers(FULL_LEVEL, cfg))
 
         @jit
         def in_integers(params, layers):
@@ -451,8 +451,8 @@ def programs(family):
     plan = ExportPlan(context_tokens=CONTEXT, chunk_tokens=(CHUNK,), cache_tokens=()).resolved(cfg)
     manifest = Manifest(
         format="live", name="tiny", model="", context_tokens=CONTEXT, precision="f32", cache_dtype="float32",
-        platforms=("cpu",), levels={WHOLE: ProgramLevel(cfg=cfg, weights={})},
-        signatures=tuple(plan.signatures(WHOLE, lambda name: "")), files={}, made_with={},
+        platforms=("cpu",), levels={FULL_LEVEL: ProgramLevel(cfg=cfg, weights={})},
+        signatures=tuple(plan.signatures(FULL_LEVEL, lambda name: "")), files={}, made_with={},
     )  # fmt: skip
 
     class Programs(JaxPrograms):
@@ -463,7 +463,7 @@ def programs(family):
         def contents(self, signature):
             return signature.name
 
-    weights = {WHOLE: subject.levels[WHOLE].views(subject.arrays)}
+    weights = {FULL_LEVEL: subject.levels[FULL_LEVEL].views(subject.arrays)}
     executor = Programs(manifest, weights)
     engine = Engine(ProgramModel(executor, family.engine.tokenizer))
     assert family.error(engine) < TOLERANCE
@@ -473,7 +473,7 @@ LAWS = {
     "streamed weights": streamed_weights,
     "levels": levels,
     "integer prefill": integer_prefill,
-    "experts apart": experts_apart,
+    "separate experts": experts_apart,
     "drafter": drafter,
     "contexts": contexts,
     "adapters": adapters,
@@ -484,15 +484,15 @@ LAWS = {
 PAIRS = [
     (name, room)
     for name in sorted(ARCHITECTURES)
-    for room in ROOMS
-    if room in LAWS and not room_refusal(default_config(name), room)
+    for room in FEATURES
+    if room in LAWS and not feature_refusal(default_config(name), room)
 ]
 
 
 # Rooms whose own code attends, and hence has windows, sinks and relative positions of its own; and those that
 # have each kind of weight by itself.
 ATTENDING = ("memory", "integer prefill", "drafter", "contexts")
-WEIGHING = ("memory", "streamed weights", "levels", "experts apart", "adapters", "programs")
+WEIGHING = ("memory", "streamed weights", "levels", "separate experts", "adapters", "programs")
 
 
 def features_of(name, room):
@@ -551,13 +551,13 @@ def test_the_table_claims_what_is_checked_here():
         if cell.strip() == "yes"
     }
     assert {pair for pair in claimed if pair[1] != "tflite"} == set(PAIRS)
-    assert set(LAWS) | {"tflite"} == set(ROOMS)
+    assert set(LAWS) | {"tflite"} == set(FEATURES)
 
 
 @pytest.mark.parametrize("family", [case(name, "memory") for name in sorted(ARCHITECTURES)], indirect=True)
 def test_in_memory(family):
     """And the variant has the rooms that its family has."""
     in_memory(family)
-    assert [room for room in ROOMS if room_refusal(family.cfg, room)] == [
-        room for room in ROOMS if room_refusal(default_config(family.name), room)
+    assert [room for room in FEATURES if feature_refusal(family.cfg, room)] == [
+        room for room in FEATURES if feature_refusal(default_config(family.name), room)
     ]

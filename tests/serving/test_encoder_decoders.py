@@ -20,7 +20,7 @@ from jaxllm.kernels import native
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder, encoder_decoder
 from jaxllm.models.architectures import architecture
-from jaxllm.models.features import room_refusal
+from jaxllm.models.features import feature_refusal
 from jaxllm.models.lora import LoraConfig, init_adapter
 from jaxllm.models.parameters import ENCODER, sparse_layers
 from jaxllm.sampling import Sampling
@@ -506,6 +506,6 @@ def test_experts_on_storage_change_no_answer_and_are_loaded_once(apart, switch):
 def test_both_sides_have_the_same_experts(tmp_path):
     assert sparse_layers(SWITCH) == ["encoder.layers.1.", "encoder.layers.3.", "layers.1.", "layers.3."]
     other = dataclasses.replace(SWITCH, encoder=dataclasses.replace(_SWITCH, experts=4))
-    assert "both sides have as many" in room_refusal(other, "experts apart")
+    assert "both sides have as many" in feature_refusal(other, "separate experts")
     with pytest.raises(ConfigError, match="both sides have as many"):
         tiny.write_tiny_bundle(tmp_path / "odd.jaxllm", "int8", cfg=other, expert_bits=np.full((4, 8), 8))

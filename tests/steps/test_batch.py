@@ -16,7 +16,7 @@ from jaxllm.kv.cache import new_cache
 from jaxllm.models.decoder import forward
 from jaxllm.models.layer_stack import by_address
 from jaxllm.models.parameters import param_specs
-from jaxllm.quant import Apart, quantize, to_blocks
+from jaxllm.quant import PerExpert, quantize, to_blocks
 from jaxllm.sampling import Sampling, sampler_state
 from jaxllm.steps.batch import RowLimits, can_mix_levels, decode_rows
 from jaxllm.steps.model import BlockEnd, decode_tokens
@@ -45,7 +45,7 @@ def model(name, bits):
         if ".experts." in each:
             axis = -2 if spec.role == "from_units" else -1
             forms = [to_blocks(quantize(matrix, bits=bits, axis=axis)) for matrix in plain[each]]
-            params[each] = Apart(tuple(placed(form) for form in forms))
+            params[each] = PerExpert(tuple(placed(form) for form in forms))
     return cfg, by_address(params, cfg)
 
 

@@ -25,7 +25,7 @@ from jaxllm.int8_prefill.fitting import whole_rows
 from jaxllm.kernels.native_call import UsedUnits
 from jaxllm.kv.chunks import chunk_shapes
 from jaxllm.models.decoder import embed_tokens, final_normed, logits
-from jaxllm.models.features import require_decoder_alone, require_room
+from jaxllm.models.features import require_decoder_alone, require_feature
 from jaxllm.models.layer import attention_options, grown, query_growth, rotary_by_rope, run_layer
 from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params
@@ -63,7 +63,7 @@ def calibrate_contexts(
             f"{model} is a folder; make a bundle of it first: jaxllm prepare {model} -o FILE"
         )
     with Bundle.open(model) as bundle:
-        require_room(bundle.cfg, "contexts")
+        require_feature(bundle.cfg, "contexts")
         if bundle.cfg.states is not None:
             raise ConfigError(
                 f"contexts of {bundle.cfg.model_type} are kept as they are, with their states: there is no "

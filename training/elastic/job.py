@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.elastic.ladder import LEVELS, Ladder, is_unit_parameter, sub_config
 from jaxllm.elastic.units import UnitOrder, of_encoder, order_arrays, order_of_arrays, order_of_scores
 from jaxllm.errors import CheckpointError, ConfigError
@@ -226,7 +226,7 @@ def joint_job(
       original: model that the whole model stays close to; None for no constraint.
     """
     dtype = jnp.dtype(settings.computed_in)
-    smaller = counts_of_levels(cfg, ladder, tuple(level for level in ladder.levels if level != WHOLE))
+    smaller = counts_of_levels(cfg, ladder, tuple(level for level in ladder.levels if level != FULL_LEVEL))
     levels = counts_of_levels(cfg, ladder, ladder.levels)
     count = len(ladder.levels) - 1
 
@@ -286,7 +286,7 @@ def level_job(
       ladder: the levels.
       recipe: recipe of the adapters.
     """
-    frozen: dict[str, Any] = {**params, **level_counts(cfg, ladder, WHOLE)}
+    frozen: dict[str, Any] = {**params, **level_counts(cfg, ladder, FULL_LEVEL)}
     job = lora_job(cfg, frozen, recipe)
 
     def losses(adapter: Params, frozen: Params, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:

@@ -21,12 +21,12 @@ from jaxllm.bundle.levels import Recovery, elastic_parts
 from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.bundle.writer import stored_form
 from jaxllm.checkpoints import huggingface
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.elastic.ladder import Ladder, chosen_ladder, layer_parameters, sub_config
 from jaxllm.elastic.units import reorder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.host_settings import own_jax_settings
-from jaxllm.models.features import require_decoder_alone, require_room
+from jaxllm.models.features import require_decoder_alone, require_feature
 from jaxllm.models.lora import init_adapter
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.models.scanned_layers import is_stacked, stacked
@@ -213,7 +213,7 @@ def recover_levels(
         state.run.say(f"level {level}: {100 * share:.1f} % of the layers' parameters")
         init = adapter_of_level(cfg, part, recipe.lora, recipe.seed) if adapters else {}
         trainer = whole.beside(init, level_counts(cfg, ladder, level))
-        if level == WHOLE or not adapters:
+        if level == FULL_LEVEL or not adapters:
             loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
             yield level, None, {"share": share, "held_out": loss}
             continue
@@ -265,7 +265,7 @@ def elasticize(
         )
     checkpoint = huggingface.Checkpoint(model)
     cfg = checkpoint.cfg
-    require_room(cfg, "levels")
+    require_feature(cfg, "levels")
     require_trainable(cfg, recipe, "levels")
     if cfg.encoder is not None and tiny_lm is not None:
         raise ConfigError(
@@ -382,7 +382,7 @@ def dry_run_elastic(
     """
     known_figures(device)
     cfg = huggingface.read_config(model)
-    require_room(cfg, "levels")
+    require_feature(cfg, "levels")
     require_decoder_alone(cfg, "estimates of training", "make levels without --dry-run")
     recipe = recipe.within(cfg.window_tokens).on_accelerator()
     mesh = mesh_for(mesh_shape, recipe)
@@ -409,7 +409,7 @@ def dry_run_elastic(
     if recipe.recovery == "lora":
         job = level_job(cfg, {}, ladder, recipe, adapters=False)
         job = dataclasses.replace(job, init=lambda key: init_adapter(cfg, recipe.lora, key))
-        counts = jax.eval_shape(lambda: stacked(level_counts(cfg, ladder, WHOLE), cfg))
+        counts = jax.eval_shape(lambda: stacked(level_counts(cfg, ladder, FULL_LEVEL), cfg))
         found = estimate(job, recipe, mesh, frozen={**frozen, **counts}, device=device)
         # One level after the other; the whole model gets none.
         hours = found.device_hours * (len(ladder.levels) - 1)

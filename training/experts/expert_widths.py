@@ -34,7 +34,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.experts.bitwidth import search_widths
 from jaxllm.host_settings import own_jax_settings
-from jaxllm.models.features import require_decoder_alone, require_room
+from jaxllm.models.features import require_decoder_alone, require_feature
 from jaxllm.models.parameters import sparse_layers
 from jaxllm.prepare import prepare
 from jaxllm.quant import dequantize
@@ -332,7 +332,7 @@ def quantize_seq2seq_experts(
     model = Path(model)
     require_model(model, pairs=True)
     translator = Translator.read(model)
-    require_room(translator.cfg, "experts apart")
+    require_feature(translator.cfg, "separate experts")
     own = own_widths(model, translator.cfg, target)
     lead = translator.tokenizer.files.source_prefix if prefix is None else f"{prefix.strip()} "
     taken, kept = _split_pairs(pairs, translator, lead, recipe)

@@ -22,13 +22,13 @@ from rich.console import Console
 from jaxllm.bundle import Bundle, rewrite_bundle
 from jaxllm.bundle.calibrations import has_channel_scales, prefill_parts
 from jaxllm.bundle.levels import read_ladder, read_recovery
-from jaxllm.config import WHOLE, ModelConfig
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.elastic.ladder import shared_sub_model, sub_config
 from jaxllm.errors import ConfigError
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.int8_prefill.fitting import Fitted, fit_calibration, per_tensor_weights, whole_rows
 from jaxllm.int8_prefill.recipe import MOST_LOSS
-from jaxllm.models.features import require_decoder_alone, require_room
+from jaxllm.models.features import require_decoder_alone, require_feature
 from jaxllm.models.lora import adapt
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray, dequantize
@@ -66,15 +66,15 @@ def calibrate_prefill(
     floats = None
     if model.is_dir():
         frozen = FrozenModel.read(model)
-        require_room(frozen.cfg, "integer prefill")
+        require_feature(frozen.cfg, "integer prefill")
         floats = frozen.params
     with bundle_of(model, "int8", out.name) as bundle:
         require_decoder_alone(bundle.cfg, "integer prefill")
         fitted, facts, weights = _calibrated(bundle, floats, recipe, most_loss, texts, console)
         calibration = fitted.calibration
-        if WHOLE in fitted.lossy:
+        if FULL_LEVEL in fitted.lossy:
             raise ConfigError(
-                f"integer prefill makes the perplexity grow by {calibration.loss(WHOLE):.2%} however "
+                f"integer prefill makes the perplexity grow by {calibration.loss(FULL_LEVEL):.2%} however "
                 f"much is left to shadows, and {most_loss:.2%} were allowed; allow more (--max-loss "
                 "SHARE), or calibrate on more text of the kind that the model reads (--tokens, --text)"
             )
@@ -112,7 +112,7 @@ def _calibrated(
 ) -> tuple[Fitted, dict[str, Any], dict[str, BlockedArray]]:
     """Returns the calibration, facts about it, and its weights if they differ from the bundle's."""
     cfg = bundle.cfg
-    require_room(cfg, "integer prefill")
+    require_feature(cfg, "integer prefill")
     if bundle.layout.weights != "int8":
         raise ConfigError(
             f"integer prefill multiplies 8-bit weights, and {bundle.path} has {bundle.layout.weights}; give "
@@ -155,7 +155,7 @@ def _sub_models(bundle: Bundle, stored: Params) -> dict[int, tuple[ModelConfig, 
     ladder = read_ladder(bundle)
     found: dict[int, tuple[ModelConfig, Params]] = {}
     for level in () if ladder is None else ladder.levels:
-        if level == WHOLE or ladder is None:
+        if level == FULL_LEVEL or ladder is None:
             continue
         cfg = sub_config(bundle.cfg, ladder, level)
         params, own = shared_sub_model(stored, cfg), read_recovery(bundle, level)

@@ -26,7 +26,7 @@ from jaxllm.int8_prefill.reference import layer_by_rule, plain_rule
 from jaxllm.int8_prefill.shadow import PRODUCTS, product_names
 from jaxllm.kv.cache import TokenPositions
 from jaxllm.models.decoder import embed_tokens
-from jaxllm.models.features import room_refusal
+from jaxllm.models.features import feature_refusal
 from jaxllm.models.parameters import Params
 from jaxllm.quant import BlockedArray
 from jaxllm.quant.nested import calibrated_levels, output_errors
@@ -133,7 +133,7 @@ def _calibrated(
 
 
 def _require_room(path: Path, cfg: ModelConfig) -> None:
-    reason = room_refusal(cfg, "integer prefill")
+    reason = feature_refusal(cfg, "integer prefill")
     if reason is not None:
         raise ConfigError(
             f"{path}: nested weights are calibrated in models that integer prefill takes, and others stay as "

@@ -23,7 +23,7 @@ from jaxllm.cli.shared_options import (
     sampling_options,
     task_option,
 )
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.contexts.codecs import RAW, WIDTHS
 from jaxllm.errors import ConfigError
 from jaxllm.export.device.opening import (
@@ -62,7 +62,7 @@ class _Choice:
     adapter: str | None
     imported_ms: float | None
 
-    def open(self, level: int = WHOLE) -> Engine[ProgramModel]:
+    def open(self, level: int = FULL_LEVEL) -> Engine[ProgramModel]:
         """Opens the engine at a level."""
         engine = open_device(
             self.folder,
@@ -89,7 +89,7 @@ class _Choice:
 
 
 _level_option = click.option(
-    "--level", type=Level(), default=WHOLE, help="The sub-model that answers.  [default: 100]"
+    "--level", type=Level(), default=FULL_LEVEL, help="The sub-model that answers.  [default: 100]"
 )
 # Passed to the command as `folder`, `budget_bytes` and `context_bits`.
 _context_options = combined(
@@ -184,7 +184,7 @@ def device(
 @_level_option
 @sampling_options
 @click.pass_obj
-def chat_command(choice: _Choice, system: str | None = None, level: int = WHOLE, **options: Any) -> None:
+def chat_command(choice: _Choice, system: str | None = None, level: int = FULL_LEVEL, **options: Any) -> None:
     """Talk with the model in the terminal, one turn per line."""
     asked, engine = answer_options(options), choice.open(level)
     converse(engine, asked.of(engine.tokenizer.files), system)

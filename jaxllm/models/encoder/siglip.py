@@ -95,8 +95,8 @@ def image_encoder_shapes(cfg: ImageEncoderConfig) -> dict[str, tuple[int, ...]]:
 def image_rows(
     params: Mapping[str, jax.Array | np.ndarray], pixels: jax.Array, *, cfg: ImageEncoderConfig
 ) -> jax.Array:
-    """Rows `[n, R, D]` of images, for `jaxllm.serving.ground.prompt_rows`, from pixels `[n, channels, size,
-    size]` float32, normalized as the model was trained."""
+    """Rows `[n, R, D]` of images, for `jaxllm.serving.ground.prompt_embeddings`, from pixels `[n, channels,
+    size, size]` float32, normalized as the model was trained."""
     count, side, shuffle = pixels.shape[0], cfg.side, cfg.shuffle
     weights = {name: jnp.asarray(each) for name, each in params.items()}
 

@@ -36,7 +36,7 @@ def engine_of(tmp_path_factory):
     @functools.cache
     def made(codec, weights, levels, share, coded, drafts, more):
         options = dataclasses.replace(
-            OPTIONS, kv_codec=codec, levels=levels, attend_coded=coded, **dict(more)
+            OPTIONS, kv_codec=codec, levels=levels, attend_quantized_kv=coded, **dict(more)
         )
         if share is not None:
             whole = made(codec, weights, levels, None, coded, drafts, more)

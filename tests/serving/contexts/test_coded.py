@@ -197,7 +197,7 @@ def coded_engine(engine_of):
     """Opens an engine that attends to coded chunks, of a format of weights."""
 
     def opened(weights, speculation=None, *, coded=True, **more):
-        options = dataclasses.replace(OPTIONS, kv_codec="raw", attend_coded=coded, **more)
+        options = dataclasses.replace(OPTIONS, kv_codec="raw", attend_quantized_kv=coded, **more)
         path = engine_of("raw", weights).model.bundle.path
         return Engine.open(path, options=options, speculation=speculation, warm_up=False)
 
@@ -265,10 +265,10 @@ def test_what_attends_to_coded_chunks_answers_alike(alike, kind, talk):
 
 def test_what_cannot_is_refused_by_name(kept, engine_of, coded_engine, monkeypatch):
     with pytest.raises(ConfigError, match="name a kv_codec"):
-        EngineOptions(attend_coded=True)
+        EngineOptions(attend_quantized_kv=True)
     with pytest.raises(ConfigError, match="because its weights are streamed"):
         kept(weights="int8", share=0.9, coded=True)
-    with pytest.raises(ConfigError, match="does not attend to stored chunks: leave out attend_coded"):
+    with pytest.raises(ConfigError, match="does not attend to stored chunks: leave out attend_quantized_kv"):
         coded_engine("int8-nested", SpeculationOptions(drafter="nested"))
     with pytest.raises(ConfigError, match="no native kernels here attend to caches of bfloat16"):
         coded_engine("int8-nested", cache_dtype="bfloat16")

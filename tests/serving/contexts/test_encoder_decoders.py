@@ -163,7 +163,7 @@ def test_what_contexts_of_encoder_decoders_refuse(engine, kept):
 ENGINES = {
     "bart": lambda folder: (written(folder, "bf16", BART), {}, {}),
     "marian": lambda folder: (written(folder, "int8", MARIAN), {}, {}),
-    "coded": lambda folder: (written(folder, "int8", T5), {"attend_coded": True}, {}),
+    "coded": lambda folder: (written(folder, "int8", T5), {"attend_quantized_kv": True}, {}),
     "ngram": lambda folder: (written(folder, "int8", T5), {}, {"speculation": drafts("ngram")}),
     "nested": lambda folder: (written(folder, "int8-nested", T5), {}, {"speculation": drafts("nested")}),
 }

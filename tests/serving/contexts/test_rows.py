@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 
-from jaxllm import PromptRows
+from jaxllm import PromptEmbeddings
 from jaxllm.errors import BudgetExceeded, CheckpointError, ConfigError, ContextGone
 from jaxllm.serving.contexts.context import Context, fork
 from jaxllm.serving.engine.request import GenerationConfig
@@ -21,17 +21,17 @@ TURN, AT, NEXT = list(range(60, 97)), (3, 15, 16, 35), [7, 8, 9]
 
 @pytest.fixture
 def engine(engine_of):
-    return engine_of("raw", prompt_rows=True)
+    return engine_of("raw", prompt_embeddings=True)
 
 
 @pytest.fixture
 def kept(kept):
-    return functools.partial(kept, engine={"prompt_rows": True})
+    return functools.partial(kept, engine={"prompt_embeddings": True})
 
 
 def rows_at(*at):
     draw = np.random.default_rng(len(at))
-    return PromptRows(np.array(at), draw.normal(size=(len(at), TINY.hidden_size)).astype(np.float32))
+    return PromptEmbeddings(np.array(at), draw.normal(size=(len(at), TINY.hidden_size)).astype(np.float32))
 
 
 def say(context, turn, rows=None):
@@ -42,7 +42,7 @@ def expected(engine, *turns):
     """Answers to turns and their rows, without contexts."""
     tokens, rows, answers = [], None, []
     for turn, own in turns:
-        rows = PromptRows.joined((0, rows), (len(tokens), own))
+        rows = PromptEmbeddings.joined((0, rows), (len(tokens), own))
         tokens = [*tokens, *turn]
         config = GenerationConfig(max_tokens=6, ignore_eos=True)
         answers.append(engine.stream(tokens, config, rows=rows).result().tokens)

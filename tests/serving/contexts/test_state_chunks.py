@@ -233,7 +233,7 @@ def test_records(kept, engine):
 def test_other_codecs_than_raw_are_refused(engine, tmp_path):
     contexts = ContextOptions(folder=tmp_path)
     assert engine_options(engine.model.bundle.path, (), EngineOptions(), contexts).kv_codec == "raw"
-    for more in ({"kv_codec": "channel"}, {"attend_coded": True}):
+    for more in ({"kv_codec": "channel"}, {"attend_quantized_kv": True}):
         with pytest.raises(ConfigError, match="kept as they are"):
             Engine.open(engine.model.bundle.path, options=dataclasses.replace(STATES, **more))
 

@@ -297,7 +297,7 @@ def test_a_confidence_is_a_share(wrong):
 
 # Objectives: what meets them, expected costs, and levels of turns.
 
-WHOLE = cost(tokens=5)
+FULL_LEVEL = cost(tokens=5)
 
 
 @pytest.mark.parametrize(
@@ -316,22 +316,22 @@ WHOLE = cost(tokens=5)
     ],
 )
 def test_what_meets_an_objective(objective, met, missed):
-    assert meets(objective, met, WHOLE)
-    assert missed is None or not meets(objective, missed, WHOLE)
+    assert meets(objective, met, FULL_LEVEL)
+    assert missed is None or not meets(objective, missed, FULL_LEVEL)
 
 
 def test_objectives_as_ratios():
-    assert as_ratios(Slo(ttft=0.4, tpot=0.7), WHOLE) == Slo(ttft=0.4, tpot=0.7)
-    assert as_ratios(Latency(ttft_ms=2.0, tpot_ms=50.0), WHOLE) == Slo(ttft=0.2, tpot=1.0)
+    assert as_ratios(Slo(ttft=0.4, tpot=0.7), FULL_LEVEL) == Slo(ttft=0.4, tpot=0.7)
+    assert as_ratios(Latency(ttft_ms=2.0, tpot_ms=50.0), FULL_LEVEL) == Slo(ttft=0.2, tpot=1.0)
     # The whole model takes 18 ms.
-    assert as_ratios(EndToEnd(total_ms=9.0), WHOLE) == Slo(ttft=0.5, tpot=0.5)
-    whole = dataclasses.replace(WHOLE, joules=4.0)
+    assert as_ratios(EndToEnd(total_ms=9.0), FULL_LEVEL) == Slo(ttft=0.5, tpot=0.5)
+    whole = dataclasses.replace(FULL_LEVEL, joules=4.0)
     assert as_ratios(EnergyBudget(joules=1.0), whole) == Slo(ttft=0.25, tpot=0.25)
 
 
 def test_energy_needs_a_profile_that_knows_it():
     with pytest.raises(ConfigError, match="has no energy, so no energy budget"):
-        meets(EnergyBudget(joules=1.0), WHOLE, WHOLE)
+        meets(EnergyBudget(joules=1.0), FULL_LEVEL, FULL_LEVEL)
     energy = Energy(prefill_joules=(1.0, 2.0, 3.0), decode_joules=(3.0, 5.0, 7.0))
     assert expected_cost(dataclasses.replace(PROFILE, energy=energy), 50, 16, 3).joules == 32 + 15
 

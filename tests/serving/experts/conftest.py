@@ -1,4 +1,4 @@
-"""A mixture of four layers, one of them dense, whose experts are stored apart at widths of their own."""
+"""A mixture of four layers, one of them dense, whose experts are stored separately at widths of their own."""
 
 import contextlib
 import dataclasses

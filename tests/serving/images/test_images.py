@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxllm import Engine, EngineOptions, GenerationConfig, PromptRows, Sampling
+from jaxllm import Engine, EngineOptions, GenerationConfig, PromptEmbeddings, Sampling
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.images import image_encoder_facts
 from jaxllm.checkpoints.encoder_folders import read_image_input
@@ -135,7 +135,7 @@ def test_a_chat_with_images_is_answered_as_by_transformers(folder, bundle, shipp
 
     of = read_image_input(Checkpoint(folder))
     contents = [picture(size, seed) for seed, size in enumerate(SIZES)]
-    options = EngineOptions(context_tokens=256, chunk_tokens=(64,), prompt_rows=True, buckets_bytes=0)
+    options = EngineOptions(context_tokens=256, chunk_tokens=(64,), prompt_embeddings=True, buckets_bytes=0)
     engine = Engine.open(bundle, options=options, warm_up=False)
     parts = [image_part(each) for each in contents]
     message = {"role": "user", "content": [*parts, {"type": "text", "text": "What is it?"}]}
@@ -185,7 +185,7 @@ AT = (0, 3, 15, 16, 17, 40)
 
 @pytest.fixture(scope="module")
 def engine(tiny_bundle):
-    with_rows = Engine.open(tiny_bundle, options=dataclasses.replace(OPTIONS, prompt_rows=True))
+    with_rows = Engine.open(tiny_bundle, options=dataclasses.replace(OPTIONS, prompt_embeddings=True))
     yield with_rows
     with_rows.close()
 
@@ -193,7 +193,7 @@ def engine(tiny_bundle):
 def own_rows(at=AT, factor=1.0):
     """The embeddings of the prompt's own tokens."""
     table = np.asarray(tiny_params()["embed.tokens"], np.float32)
-    return PromptRows(np.array(at), np.float32(factor) * table[[PROMPT[each] for each in at]])
+    return PromptEmbeddings(np.array(at), np.float32(factor) * table[[PROMPT[each] for each in at]])
 
 
 def answer(engine, rows, session=None, prompt=None, config=CONFIG):
@@ -235,11 +235,11 @@ def test_rows_and_requests_that_do_not_fit(engine, tiny_bundle):
         ((0, 1), np.zeros((1, 64)), r"\[1, 64\] at \[2\]"),
     ):
         with pytest.raises(ConfigError, match=match):
-            answer(engine, PromptRows(np.array(at), rows))
+            answer(engine, PromptEmbeddings(np.array(at), rows))
     with pytest.raises(ConfigError, match="encode the prompt first"):
         engine.stream("hello", rows=own_rows((0,)))
     with pytest.raises(ConfigError, match="without `sliding`"):
         engine.stream(PROMPT, rows=own_rows(), sliding=Sliding(sink_tokens=2))
     plain = Engine.open(tiny_bundle, options=OPTIONS, warm_up=False)
-    with pytest.raises(ConfigError, match=r"EngineOptions\(prompt_rows=True\)"):
+    with pytest.raises(ConfigError, match=r"EngineOptions\(prompt_embeddings=True\)"):
         answer(plain, own_rows())

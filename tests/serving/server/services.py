@@ -87,7 +87,7 @@ def together(executor, *calls):
 
 WINDOW = 128
 # An answer then has as many tokens as it may, the same each time.
-WHOLE = {"logit_bias": {str(END_ID): -100}, "temperature": 0}
+FULL_LEVEL = {"logit_bias": {str(END_ID): -100}, "temperature": 0}
 
 
 def open_tiny(folder: Path, *, adapter_rank: int = 0) -> LLMService:
@@ -177,7 +177,7 @@ def made(http, **options):
 def said(http, name, prompt, tokens=8, **more):
     """The answer to a text, token ids or messages in a context."""
     field = "messages" if isinstance(prompt, list) and isinstance(prompt[0], dict) else "prompt"
-    body = {field: prompt, "max_tokens": tokens, **WHOLE, **more}
+    body = {field: prompt, "max_tokens": tokens, **FULL_LEVEL, **more}
     return http.post(f"/v1/contexts/{name}/generate", json=body)
 
 
@@ -220,7 +220,7 @@ def idle(served):
 
 @contextlib.contextmanager
 def streamed(http, name, tokens=40):
-    body = {"prompt": FOX, "max_tokens": tokens, "stream": True, **WHOLE}
+    body = {"prompt": FOX, "max_tokens": tokens, "stream": True, **FULL_LEVEL}
     with http.stream("POST", f"/v1/contexts/{name}/generate", json=body) as answer:
         assert answer.status_code == 200, answer.read()
         yield answer.iter_lines()

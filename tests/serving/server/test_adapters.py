@@ -21,7 +21,7 @@ from jaxllm.serving.weights.memory_plan import fixed_bytes, whole_budget
 from tests.models.test_lora import random_adapter
 from tests.serving.server.services import (
     FOX,
-    WHOLE,
+    FULL_LEVEL,
     call,
     facts,
     idle,
@@ -45,7 +45,7 @@ def operator(served):
 
 def completed(http, adapter="", tokens=24, prompt=FOX, **more):
     more |= {"adapter": adapter} if adapter else {}
-    answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": tokens, **WHOLE, **more})
+    answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": tokens, **FULL_LEVEL, **more})
     assert answer.status_code == 200, answer.text
     return answer.json()
 

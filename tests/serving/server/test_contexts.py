@@ -20,7 +20,7 @@ from jaxllm.serving.server.limits import AppLimits, Limits
 from tests.faults import FailingDevice
 from tests.serving.server.services import (
     FOX,
-    WHOLE,
+    FULL_LEVEL,
     WINDOW,
     call,
     facts,
@@ -66,7 +66,7 @@ def test_turns_by_every_format_and_what_is_no_turn_is_refused_and_changes_nothin
     ids = facts(http, name, [5, 6, 7])
     assert ids["prompt_tokens"] == begun["context_tokens"] + 3
     chat = {"model": "tiny", "messages": [user("and?")], "max_tokens": 4, "conversation": {"id": name}}
-    answer = http.post("/v1/chat/completions", json=chat | WHOLE).json()
+    answer = http.post("/v1/chat/completions", json=chat | FULL_LEVEL).json()
     assert answer["usage"]["prompt_tokens"] > ids["context_tokens"]
     results = [{"role": "tool", "tool_call_id": "1", "content": "rain"}, user("so?")]
     assert said(http, name, results, 2).status_code == 200
@@ -368,7 +368,7 @@ TRICKS = (
 
 def new(http, **options):
     name = http.post("/v1/contexts", json=options).json()["id"]
-    body = {"prompt": SECRET, "max_tokens": 24, **WHOLE}
+    body = {"prompt": SECRET, "max_tokens": 24, **FULL_LEVEL}
     assert http.post(f"/v1/contexts/{name}/generate", json=body).status_code == 200
     return name
 

@@ -294,7 +294,7 @@ def test_it_drains_and_its_contexts_outlive_it_and_the_death_of_an_engine_is_tol
         assert "is encrypted" in store.damage()[0].reason
     assert b"my secret" not in (root / "contexts" / RESPONSES).read_bytes()
 
-    config = f'{OPTIONS}attend_coded = true\ncontext_keys = "{root}/keys"\ncontext_budget = "1MB"\n'
+    config = f'{OPTIONS}attend_quantized_kv = true\ncontext_keys = "{root}/keys"\ncontext_budget = "1MB"\n'
     third = Service(
         tmp_path, config, "--socket", tmp_path / "s", "--contexts", root / "contexts",
         model=root / "tiny.jaxllm",

@@ -16,7 +16,7 @@ from tests.tiny_images import SIZES, picture, save_smolvlm
 pytest.importorskip("torch")
 
 PHOTO = picture(SIZES[0])
-WHOLE = {"temperature": 0, "max_tokens": 6}
+FULL_LEVEL = {"temperature": 0, "max_tokens": 6}
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def service(tmp_path_factory):
     prepare(save_smolvlm(folder / "m"), folder / "m.jaxllm", weights="int8")
     options = EngineOptions(
         context_tokens=256, cache_tokens=(256,), chunk_tokens=(64,), decode_block=4, buckets_bytes=0,
-        prompt_rows=True,
+        prompt_embeddings=True,
     )  # fmt: skip
     contexts = ContextOptions(folder=folder / "contexts")
     made = LLMService.open(folder / "m.jaxllm", options=options, contexts=contexts)
@@ -53,7 +53,7 @@ def said(text, *images):
 
 def chat(http, *messages, **more):
     ends = {str(each): -100 for each in range(280, 290)}
-    body = {"messages": messages, "logit_bias": ends, **WHOLE, **more}
+    body = {"messages": messages, "logit_bias": ends, **FULL_LEVEL, **more}
     return http.post("/v1/chat/completions", json=body)
 
 
@@ -79,7 +79,7 @@ def test_every_format_gives_one_answer(http):
     asked = {"messages": [{"role": "user", "content": blocks}]}
     counted = http.post("/v1/messages/count_tokens", json=asked).json()
     assert counted == {"input_tokens": tokens}
-    said_back = http.post("/v1/messages", json={**asked, **WHOLE}).json()["usage"]
+    said_back = http.post("/v1/messages", json={**asked, **FULL_LEVEL}).json()["usage"]
     assert said_back["input_tokens"] + said_back["cache_read_input_tokens"] == tokens
     turn = {"role": "user", "content": "What?", "images": [coded()]}
     body = {"model": "tiny", "stream": False, "options": {"num_predict": 6, "temperature": 0}}
@@ -113,7 +113,7 @@ def test_what_is_no_image_and_bounds(http, monkeypatch):
     monkeypatch.setattr(files, "IMAGE_PIXELS", 900)
     assert "pixels, more than 900" in chat(http, said("x", PHOTO)).json()["error"]["message"]
     source = {"type": "url", "url": "https://example.org/a.png"}
-    asked = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}], **WHOLE}
+    asked = {"messages": [{"role": "user", "content": [{"type": "image", "source": source}]}], **FULL_LEVEL}
     assert "nothing is fetched" in http.post("/v1/messages", json=asked).json()["error"]["message"]
 
 

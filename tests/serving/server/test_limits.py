@@ -22,7 +22,7 @@ from jaxllm.serving.server.limits import (
     objective_from,
     written,
 )
-from tests.serving.server.services import FOX, WHOLE, facts, made
+from tests.serving.server.services import FOX, FULL_LEVEL, facts, made
 
 
 def limiter(**limits: Any) -> Limiter:
@@ -247,6 +247,6 @@ def test_what_cannot_be_bound_is_refused_and_the_header_binds_too(http):
     assert (told["slo"], told["strict"]) == ("<40,70>", True)
     assert http.delete("/v1/objective").json()["slo"] is None
     # What has no words is not shortened.
-    body = {"prompt": [5, 6, 7], "max_tokens": 2, "shorten": True, **WHOLE}
+    body = {"prompt": [5, 6, 7], "max_tokens": 2, "shorten": True, **FULL_LEVEL}
     refused = http.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "shorten"), refused.text

@@ -37,7 +37,7 @@ context_budget = "1MB"
 context_keys = "~/keys"
 follow_pressure = true
 share_across_apps = true
-attend_coded = true
+attend_quantized_kv = true
 
 adapters = "adapters"
 adapter_rank = 8
@@ -85,7 +85,7 @@ def test_a_file_has_all_options(tmp_path):
         origins=("https://app.example",), batch_rows=(2, 4), log_level="warning", levels=(50, 100),
         prefix_memory=1_000_000, drain_s=2.5, contexts=tmp_path / "kept", context_budget=1_000_000,
         context_keys=Path("~/keys").expanduser(), follow_pressure=True, share_across_apps=True,
-        attend_coded=True, adapters=tmp_path / "adapters", adapter_rank=8, adapter_targets=("attn.q",),
+        attend_quantized_kv=True, adapters=tmp_path / "adapters", adapter_rank=8, adapter_targets=("attn.q",),
         adapter_memory=1_000_000, adapter_count=3, adapter={"formal": tmp_path / "adapters/formal"},
         objectives={
             "mail": Binding(Slo(ttft=0.4, tpot=0.7)),
@@ -107,7 +107,7 @@ def test_options_of_contexts_need_a_folder_and_have_the_loosest_limits(tmp_path)
         options = read(tmp_path, f"contexts = 'kept'\n[limits.apps.mail]\n{limits}").context_options()
         assert (options.contexts_per_app, options.app_quota_bytes) == loosest
         assert (options.encryption, options.budget_bytes) == (None, 256 << 20)
-    for name in ("context_budget", "share_across_apps", "attend_coded", "context_keys"):
+    for name in ("context_budget", "share_across_apps", "attend_quantized_kv", "context_keys"):
         value = {"context_keys": tmp_path, "context_budget": 1}.get(name, True)
         with pytest.raises(ConfigError, match=f"{name} needs a folder"):
             ServerOptions(**{name: value}).context_options()

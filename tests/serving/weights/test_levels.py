@@ -12,7 +12,7 @@ from jaxllm import Engine
 from jaxllm.bundle import Bundle
 from jaxllm.bundle.levels import Recovery, elastic_parts
 from jaxllm.checkpoints.peft import write_adapter
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.elastic.ladder import Ladder, sub_config, sub_model
 from jaxllm.elastic.units import reorder
 from jaxllm.errors import ConfigError, ContextGone, JaxllmError
@@ -233,7 +233,7 @@ def test_a_level_may_share_the_whole_models_buckets():
     # Layers that are alike share theirs.
     assert (whole.alike, whole.layer_kinds) == ((0, 1, 0), [0, 1])
     half = ModelLevel(WINDOWED, params, options, level=50, whole=whole)
-    assert (half.bucket_level, half.weights_version) == (WHOLE, (50, 0))
+    assert (half.bucket_level, half.weights_version) == (FULL_LEVEL, (50, 0))
     fewer = {name: each for name, each in params.items() if "layers.2" not in name}
     with pytest.raises(ConfigError, match="of another form"):
         ModelLevel(WINDOWED, fewer, options, level=50, whole=whole)
@@ -242,7 +242,7 @@ def test_a_level_may_share_the_whole_models_buckets():
     whole.put(whole.prepared(other))
     with pytest.raises(ConfigError, match="of another form"):
         whole.prepared({**other, "embed.tokens": np.zeros((3, 3), np.float32)})
-    assert (whole.params is other, whole.weights_version) == (True, (WHOLE, 1))
+    assert (whole.params is other, whole.weights_version) == (True, (FULL_LEVEL, 1))
 
 
 # Without native kernels a quantized model's equal layers are stacked when it is loaded; levels are views.

@@ -239,7 +239,7 @@ def test_what_experts_make_of_a_prompt_is_counted(experts, choices):
     def visits():
         ids = jnp.zeros((1, chunk, choices), jnp.int32)
         routing = Routing(jnp.zeros((1, chunk, experts)), ids, jnp.zeros(ids.shape))
-        tiles, _ = tiles_and_weights(routing, experts, live=jnp.ones(chunk, bool))
+        tiles, _ = tiles_and_weights(routing, experts, valid_rows=jnp.ones(chunk, bool))
         return no_visits(jnp.zeros((chunk, cfg.hidden_size)), tiles)
 
     needed = 4096 // chunk * jax.eval_shape(visits).size * 4

@@ -39,7 +39,7 @@ from tests.training.tiny_runs import (
 
 LONG = dataclasses.replace(SMOKE, steps=42, checkpoint_steps=7, log_steps=1, peak_learning_rate=1e-2)
 # A step of four parts, and the same as a whole.
-PARTS, WHOLE = (dataclasses.replace(SMOKE, batch=8, accumulate=parts) for parts in (4, 1))
+PARTS, FULL_LEVEL = (dataclasses.replace(SMOKE, batch=8, accumulate=parts) for parts in (4, 1))
 ROW = dataclasses.replace(SMOKE, batch=1)
 
 
@@ -124,7 +124,7 @@ def test_a_step_without_weight_is_no_step(tmp_path, recipe):
 @pytest.mark.slow
 def test_a_step_in_parts_equals_the_whole_step():
     results = []
-    for recipe in (WHOLE, PARTS):
+    for recipe in (FULL_LEVEL, PARTS):
         trainer = trainer_of(recipe)
         batch = batches_of(recipe).batch_at(0)
         # Parts of very different weight: a mean of their means would be another loss.

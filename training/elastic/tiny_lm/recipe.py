@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from jaxllm.config import WHOLE
+from jaxllm.config import FULL_LEVEL
 from jaxllm.elastic.ladder import LEVELS
 from jaxllm.elastic.slo import PROMPT_RATIOS
 from jaxllm.errors import ConfigError
@@ -31,7 +31,7 @@ class TinyLmRecipe(Recipe):
     encoder: EncoderConfig | None = None
     shared_layers: int = option(help="Number of the encoder's layers that both heads share.", low=0)
     levels: tuple[int, ...] = option(
-        LEVELS, "Levels that the decision chooses among.", low=1, high=WHOLE, entries=1, ascending=True
+        LEVELS, "Levels that the decision chooses among.", low=1, high=FULL_LEVEL, entries=1, ascending=True
     )
     prompt_ratios: tuple[float, ...] = option(
         PROMPT_RATIOS,

@@ -15,14 +15,14 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jaxllm.models.layer import InputRows
+    from jaxllm.models.layer import InputEmbeddings
 
 # Number of ids for rows, above the vocabulary: together they fit int32.
 _IDS = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PromptRows:
+class PromptEmbeddings:
     """Prompt embeddings: inputs of the first layer in place of some tokens' embeddings.
 
     Attributes:
@@ -65,7 +65,7 @@ class PromptRows:
         return tuple(placed)
 
     @classmethod
-    def joined(cls, *parts: "tuple[int, PromptRows | None]") -> "PromptRows | None":
+    def joined(cls, *parts: "tuple[int, PromptEmbeddings | None]") -> "PromptEmbeddings | None":
         """Concatenates the rows of consecutive prompts, each given with the position of its start; None if
         there are none."""
         found = [(first, rows) for first, rows in parts if rows is not None]
@@ -74,12 +74,12 @@ class PromptRows:
         at = np.concatenate([first + rows.at for first, rows in found])
         return cls(at, np.concatenate([rows.rows for _, rows in found]))
 
-    def before(self, tokens: int) -> "PromptRows | None":
+    def before(self, tokens: int) -> "PromptEmbeddings | None":
         """The rows of the first `tokens` tokens; None if there are none."""
         count = int(np.searchsorted(self.at, tokens))
-        return PromptRows(self.at[:count], self.rows[:count]) if count else None
+        return PromptEmbeddings(self.at[:count], self.rows[:count]) if count else None
 
-    def kept(self, kept: np.ndarray) -> "PromptRows":
+    def kept(self, kept: np.ndarray) -> "PromptEmbeddings":
         """The rows after other tokens of the prompt were dropped.
 
         Args:
@@ -91,15 +91,15 @@ class PromptRows:
         at = np.searchsorted(kept, self.at)
         if (at >= len(kept)).any() or (np.asarray(kept)[at] != self.at).any():
             raise ConfigError("a plan drops rows of an image, which must all stay; ask without `shorten`")
-        return PromptRows(at, self.rows)
+        return PromptEmbeddings(at, self.rows)
 
-    def of_chunk(self, first: int, length: int) -> "InputRows":
+    def of_chunk(self, first: int, length: int) -> "InputEmbeddings":
         """The rows of the `length` tokens from `first` on."""
         # Imported here: devices that only run exported programs have no JAX.
-        from jaxllm.models.layer import InputRows
+        from jaxllm.models.layer import InputEmbeddings
 
         begin, end = np.searchsorted(self.at, (first, first + length))
         rows, given = np.zeros((length, self.rows.shape[1]), np.float32), np.zeros(length, np.bool_)
         places = self.at[begin:end] - first
         rows[places], given[places] = self.rows[begin:end], True
-        return InputRows(rows, given)
+        return InputEmbeddings(rows, given)
