@@ -115,8 +115,8 @@ def read_plain(bundle: Bundle, *, level: int = FULL_LEVEL, adapter: Path | None 
     require_decoder_alone(bundle.cfg, "plain models")
     if bundle.layout.experts_apart:
         raise ConfigError(
-            f"{bundle.path} has its experts stored separately; export the bundle that it was made of, or prepare "
-            "the model without --expert-bits"
+            f"{bundle.path} has its experts stored separately; export the bundle that it was made of, or "
+            "prepare the model without --expert-bits"
         )
     changes: list[tuple[Adapter, float]] = []
     if adapter is not None:

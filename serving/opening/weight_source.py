@@ -60,8 +60,8 @@ def streamed_weights(
     if options.experts.loss and not nested_experts(bundle):
         raise ConfigError(
             f"{bundle.path} has no nested experts that are stored separately, which alone have a high plane "
-            "to compute by; make a bundle by `jaxllm prepare HF_DIR --weights int8-nested --expert-bits 8`, or "
-            "allow no loss of experts"
+            "to compute by; make a bundle by `jaxllm prepare HF_DIR --weights int8-nested --expert-bits 8`, "
+            "or allow no loss of experts"
         )
     fixed = fixed_bytes(bundle.cfg, options) + reserved_bytes
     fixed += runtime_bytes(options.memory_bytes)
