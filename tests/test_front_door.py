@@ -18,6 +18,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.host_settings import own_jax_settings, require_usable_jax
 from jaxllm.models.architectures import ARCHITECTURES, architecture
 from jaxllm.registry import is_added
+from jaxllm.serving.contexts.record import Origin, Record, decoded, encoded
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.speculation.drafters import DRAFTERS, make_drafter
 from jaxllm.tasks import TASKS, Task, find_task
@@ -215,6 +216,19 @@ def test_entries_are_found_by_name(distribution: Path) -> None:
     for registry in GROUPS.values():
         assert "fake" in registry
         assert "fake" not in list(registry)
+    # A context that one has stored is read again.
+    origin = Origin(
+        model="m",
+        level=100,
+        adapter="",
+        codec="fake",
+        chunk_tokens=2,
+        dtype="float16",
+        heads=(5,),
+        head_width=16,
+    )
+    record = Record(name="a", app="b", origin=origin)
+    assert decoded(encoded(record), "b", "a") == record
     # Ours are not replaced.
     assert DRAFTERS["ngram"].__module__ == "jaxllm.serving.speculation.drafters"
 

@@ -284,7 +284,7 @@ _ORIGIN_FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "model": _is_text,
     "level": _counts(1, 100),
     "adapter": _is_text,
-    "codec": lambda value: value in ("raw", *CODECS),
+    "codec": lambda value: isinstance(value, str) and (value == "raw" or value in CODECS),
     "chunk_tokens": _is_size,
     "dtype": lambda value: value in ("float32", "float16", "bfloat16"),
     "heads": lambda value: _rows(_is_size)(value) and 0 < len(value) <= 1 << 12,

@@ -1,6 +1,7 @@
 """The command itself: usage, help texts and what they cost, debugging, interrupts, pipes that close, and
 completion."""
 
+import importlib.util
 import inspect
 import re
 import resource
@@ -71,6 +72,15 @@ def test_what_is_not_used_is_not_imported(tmp_path: Path) -> None:
     assert {"jax", "jaxllm.serving.engine.engine"} <= found
     checkpoints = {"jaxllm.prepare", "jaxllm.checkpoints.huggingface", "safetensors"}
     assert (_ROOMS | _HEAVY | checkpoints | {"jinja2", "rich"}) & found == set()
+
+
+def test_one_prompt_reads_a_small_part_of_the_package() -> None:
+    found = imported("generate", "-p", "Once", "--max-tokens", "2")
+    ours = [importlib.util.find_spec(name) for name in found if name.partition(".")[0] == "jaxllm"]
+    files = [Path(spec.origin) for spec in ours if spec is not None and spec.origin is not None]
+    assert "jaxllm.serving.engine.step" in found
+    assert 50 < len(files) <= 150
+    assert sum(len(file.read_bytes().splitlines()) for file in files if file.suffix == ".py") <= 20_000
 
 
 @pytest.mark.slow
