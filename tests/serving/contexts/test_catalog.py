@@ -239,6 +239,15 @@ def test_a_record_that_its_reader_refuses_does_not_replace_the_last(kept):
         assert store.verify() == []
 
 
+def test_a_context_that_is_made_before_1970_is_there_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.time", lambda: -2e9)
+    with ContextStore(tmp_path / "old") as store:
+        record = store.create("mail", ORIGIN)
+    with ContextStore(tmp_path / "old") as store:
+        assert store.record(record.name) == record
+        assert record.created_s == 0
+
+
 def test_an_app_needs_a_name_that_can_be_a_folder(tmp_path):
     with ContextStore(tmp_path) as store:
         for app in ("", "a" * 300, "\ud800"):

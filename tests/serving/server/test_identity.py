@@ -381,6 +381,25 @@ def test_preflights_need_no_key() -> None:
     assert "access-control-allow-credentials" not in headers
 
 
+def test_web_sockets_are_closed() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(Guard(None, Identity().identify)({"type": "websocket"}, None, send))  # pyright: ignore[reportArgumentType]
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_malformed_origins_and_hosts_are_refused() -> None:
+    for origin in ("*", "null", "app.example", "https://app.example/", "https://*.example", "ftp://x"):
+        with pytest.raises(ConfigError, match="an origin is"):
+            GuardOptions(origins=(origin,))
+    for host in ("*", "localhost:8080", "", "a b", "Box"):
+        with pytest.raises(ConfigError, match="a host is"):
+            GuardOptions(hosts=(host,))
+
+
 def test_who_sends_much_sees_why_it_is_refused_within_bounds(context_service: ContextService) -> None:
     for size in 5 * [1 << 20, 6 << 20]:
         with httpx.Client(base_url=context_service.url, headers={"Authorization": "Bearer no"}) as client:
