@@ -29,7 +29,7 @@ LANGUAGES = {".py": "python", ".toml": "toml", ".md": "markdown", ".h": "cpp", "
 # Heading of a table of options -> the class that declares them.
 OPTIONS = {
     "Engine": "jaxllm.serving.ground.options.EngineOptions",
-    "Storage": "jaxllm.serving.ground.storage.Storage",
+    "Storage": "jaxllm.serving.host.storage.Storage",
     "Sampling": "jaxllm.sampling_state.Sampling",
     "Generation": "jaxllm.serving.engine.request.GenerationConfig",
     "Contexts": "jaxllm.serving.contexts.options.ContextOptions",

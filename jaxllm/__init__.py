@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from jaxllm.serving.ground.plan import Plan as Plan
     from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings as PromptEmbeddings
     from jaxllm.serving.ground.speculation_options import SpeculationOptions as SpeculationOptions
-    from jaxllm.serving.ground.storage import Storage as Storage
     from jaxllm.serving.guided.grammar import Grammar as Grammar
+    from jaxllm.serving.host.storage import Storage as Storage
     from jaxllm.serving.opening.engine import Engine as Engine
     from jaxllm.serving.server.service import LLMService as LLMService
     from jaxllm.text.prompts import Prompt as Prompt
@@ -87,7 +87,7 @@ _PUBLIC = {
     "serving.ground.prompt_embeddings": "PromptEmbeddings",
     "serving.ground.speculation_options": "SpeculationOptions",
     "serving.guided.grammar": "Grammar",
-    "serving.ground.storage": "Storage",
+    "serving.host.storage": "Storage",
     "serving.opening.engine": "Engine",
     "serving.server.service": "LLMService",
     "text.prompts": "Prompt",

@@ -52,8 +52,8 @@ from jaxllm.serving.experts.store import ExpertStore
 from jaxllm.serving.ground.expert_options import ExpertOptions
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import TreeShape
-from jaxllm.serving.ground.storage import Storage
 from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.host.storage import Storage
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.weight_source import budget_with_experts
 from jaxllm.serving.runners.runner import prefill_prompt

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from jaxllm.kernels import native
-from jaxllm.serving.ground.storage import Storage
+from jaxllm.serving.host.storage import Storage
 
 
 class Disturbance:

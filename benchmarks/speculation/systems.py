@@ -47,8 +47,8 @@ from jaxllm.sampling import SamplerState
 from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
-from jaxllm.serving.ground.storage import Storage
 from jaxllm.serving.host.progress import Progress
+from jaxllm.serving.host.storage import Storage
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
 from jaxllm.serving.runners.runner import Verdict

@@ -27,7 +27,7 @@ from jaxllm.serving.contexts import layout
 from jaxllm.serving.contexts.encryption import KeyErased, Vault, require_form
 from jaxllm.serving.contexts.record import MAX_USED, Record, decoded, encoded
 from jaxllm.serving.contexts.segment import OpenSegments, Segment, mismatched_chunks, read_rows
-from jaxllm.serving.ground.storage import Storage
+from jaxllm.serving.host.storage import Storage
 
 KIND, VERSION = 0x4A58434E, 1
 _SCHEMA = """

@@ -34,8 +34,8 @@ from jaxllm.errors import BudgetExceeded, CheckpointError, one_line
 from jaxllm.files.atomic import temporary_file
 from jaxllm.serving.contexts.record import Origin, Record
 from jaxllm.serving.ground.plan import Restoration
-from jaxllm.serving.ground.storage import Storage
 from jaxllm.serving.host.direct_io import PieceReader, aligned
+from jaxllm.serving.host.storage import Storage
 
 if TYPE_CHECKING:
     from jaxllm.kernels.native import ChunkTable

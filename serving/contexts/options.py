@@ -7,7 +7,7 @@ from typing import Literal
 from jaxllm.contexts.eviction import find_policy
 from jaxllm.errors import ConfigError
 from jaxllm.options import check_options, option
-from jaxllm.serving.ground.storage import Storage
+from jaxllm.serving.host.storage import Storage
 
 Writing = Literal["background", "ahead", "at-eviction", "never"]
 

@@ -35,8 +35,8 @@ from jaxllm.serving.contexts.layout import SEGMENT_HEAD
 from jaxllm.serving.contexts.memory import copied_blob
 from jaxllm.serving.contexts.record import Record
 from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
-from jaxllm.serving.ground.storage import Storage
 from jaxllm.serving.host.direct_io import PAGE, PieceReader, ScratchMemory, pages_bytes
+from jaxllm.serving.host.storage import Storage
 
 VERSION, SEALED_VERSION = 2, 3
 _HEAD = struct.Struct("<8sIQ16s")

@@ -41,7 +41,7 @@ from jaxllm.serving.contexts.segment import (
     write_segment,
 )
 from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
-from jaxllm.serving.ground.storage import Storage
+from jaxllm.serving.host.storage import Storage
 
 _LOG = logging.getLogger("jaxllm")
 _LOOK_S = 0.0005

@@ -19,9 +19,9 @@ from jaxllm.serving.buckets.bucket import HIGH, any_expert
 from jaxllm.serving.experts.cache import ExpertCache
 from jaxllm.serving.experts.store import ExpertStore, PlaneKey, hot_bytes
 from jaxllm.serving.ground.expert_options import PREDICTORS, ExpertOptions
-from jaxllm.serving.ground.storage import Storage
 from jaxllm.serving.host.direct_io import PieceReader
 from jaxllm.serving.host.progress import Progress, loading
+from jaxllm.serving.host.storage import Storage
 from jaxllm.serving.weights.memory_plan import MemoryBudget, least_budget
 from jaxllm.serving.weights.pieces import HeadPiece, head_pieces
 from jaxllm.serving.weights.prefetch import Meanwhile

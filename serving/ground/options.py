@@ -13,7 +13,7 @@ from jaxllm.options import check_options, option
 from jaxllm.serving.ground.expert_options import ExpertOptions
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions
 from jaxllm.serving.ground.speculation_options import TreeShape
-from jaxllm.serving.ground.storage import Storage
+from jaxllm.serving.host.storage import Storage
 from jaxllm.serving.host.user_cache import buckets_bytes
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.errors import CheckpointError, Unreadable
-from jaxllm.serving.ground.storage import Caching, Storage
+from jaxllm.serving.host.storage import Caching, Storage
 
 PAGE = 4096
 # Maximum size of scratch memory that is reused.

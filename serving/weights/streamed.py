@@ -21,9 +21,9 @@ from jaxllm.models.layer_stack import STACK, layers_of, stack_by_address
 from jaxllm.models.parameters import ENCODER, Params, head_name
 from jaxllm.quant import Adapted, Weight
 from jaxllm.serving.buckets.bucket import layer_params, shared_by_layers
-from jaxllm.serving.ground.storage import Storage
 from jaxllm.serving.host.direct_io import PieceReader, aligned
 from jaxllm.serving.host.progress import Progress, loading
+from jaxllm.serving.host.storage import Storage
 from jaxllm.serving.weights.memory_plan import SLOTS, MemoryBudget, MemoryPlan, plan_memory
 from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.pieces import (

@@ -300,8 +300,8 @@ class Checkpoints:
             except CheckpointError as error:
                 # Whether the reason is permanent; JAX's errors are device errors.
                 why = error.__cause__
-                passing = isinstance(why, OSError | MemoryError | RuntimeError)
-                if jax.process_count() > 1 or (passing and not isinstance(why, FileNotFoundError)):
+                temporary = isinstance(why, OSError | MemoryError | RuntimeError)
+                if jax.process_count() > 1 or (temporary and not isinstance(why, FileNotFoundError)):
                     raise
                 damaged.append((step, error))
                 continue

@@ -210,7 +210,7 @@ class Guard:
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:
-    """Answers in the path's own format, after reading and discarding the request's body, within limits: with
+    """Answers in the path's own format, after the request's body is read and discarded, within limits: with
     unread bytes the system resets the connection on close, and a client that still sends sees no answer."""
     # A client that waits for "continue" sends nothing until told to.
     waits = any(each.lower() == "100-continue" for each in _header(scope, b"expect"))

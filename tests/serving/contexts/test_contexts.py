@@ -22,7 +22,7 @@ from jaxllm.serving.contexts.memory import UNMEASURED_READ, measure_read
 from jaxllm.serving.contexts.store import ContextStore
 from jaxllm.serving.engine.request import GenerationConfig, Sliding
 from jaxllm.serving.engine.step import step
-from jaxllm.serving.ground.storage import Storage
+from jaxllm.serving.host.storage import Storage
 from tests.faults import FailingDevice
 from tests.serving.contexts.talking import TURNS, C, answers_without_contexts, begun, damaged, found, new, say
 
@@ -70,7 +70,7 @@ from jaxllm import Engine
 from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.contexts.manager import Contexts
 from jaxllm.serving.contexts.options import ContextOptions
-from jaxllm.serving.ground.storage import Storage
+from jaxllm.serving.host.storage import Storage
 from jaxllm.serving.ground.expert_options import ExpertOptions
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.int8_prefill_options import PrefillOptions

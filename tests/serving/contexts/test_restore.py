@@ -15,7 +15,7 @@ from jaxllm.serving.contexts.chunk_io import ChunkIO
 from jaxllm.serving.contexts.memory import Delays, measure_read
 from jaxllm.serving.contexts.restore import restore
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.ground.storage import Storage
+from jaxllm.serving.host.storage import Storage
 from jaxllm.serving.runners.runner import prefill_prompt
 from tests.kernels.switching import needs_native
 from tests.serving.contexts.talking import READ, TURNS, C, answers_without_contexts, begun, new, say

@@ -19,7 +19,7 @@ from jaxllm.serving.contexts.record import encoded
 from jaxllm.serving.contexts.saving import compact, seal
 from jaxllm.serving.contexts.segment import Segment, file_bytes, write_segment
 from jaxllm.serving.contexts.store import ContextStore
-from jaxllm.serving.ground.storage import Storage
+from jaxllm.serving.host.storage import Storage
 from tests.faults import FailingDevice
 from tests.serving.contexts.mutations import rows, with_row
 from tests.serving.contexts.test_store import ORIGIN, blobs, grown, holds

@@ -8,8 +8,8 @@ import pytest
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.serving.contexts import segment
 from jaxllm.serving.contexts.segment import OpenSegments, Segment, StoredChunk, write_segment
-from jaxllm.serving.ground.storage import Storage
 from jaxllm.serving.host.direct_io import PAGE, PieceReader
+from jaxllm.serving.host.storage import Storage
 
 LAYERS, SOURCES = 3, [f"{chunk:x}" for chunk in range(64)]
 SIZES = {8: (5000, 3000, 100), 2: (700, 20, 30)}

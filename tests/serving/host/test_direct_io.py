@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import CheckpointError, ConfigError, Unreadable
-from jaxllm.serving.ground.storage import Storage
 from jaxllm.serving.host.direct_io import PAGE, PieceReader
+from jaxllm.serving.host.storage import Storage
 
 
 @pytest.fixture

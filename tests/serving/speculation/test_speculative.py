@@ -14,7 +14,7 @@ from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
-from jaxllm.serving.ground.storage import Storage
+from jaxllm.serving.host.storage import Storage
 from jaxllm.serving.speculation.drafter import NgramDrafter
 from jaxllm.serving.weights import pieces
 from jaxllm.serving.weights.memory_plan import drafter_bytes, fixed_bytes
