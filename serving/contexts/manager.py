@@ -299,8 +299,9 @@ class Contexts:
 
     def note_error(self, name: str, what: str, error: JaxllmError) -> None:
         """Stores and logs an error of a context (see `pending_errors`). For any thread."""
-        self.pending_errors[name] = type(error)(f"{what}: {error}")
-        self.pending_errors[name].__cause__ = error
+        pending = type(error)(f"{what}: {error}")
+        pending.__cause__ = error
+        self.pending_errors[name] = pending
         _LOG.warning("%s: %s", what, error)
 
     def _unwritten(self, name: str, error: JaxllmError) -> None:

@@ -144,14 +144,14 @@ def restore(
         for each in coming:
             each.cancel()
         concurrent.futures.wait(coming)
-    cache = chunk_io.loaded(cache, length + len(new))
+    cache, now = chunk_io.loaded(cache, length + len(new)), time.perf_counter()
     how = Restoration(
         resident=len(resident),
         read=plan.read,
         computed=tuple(sorted([*plan.computed, *(chunk for each in later for chunk in each)])),
         expected_ms=plan.expected_ms,
         fed_tokens=len(new),
-        fed_ms=1000 * (time.perf_counter() - max(ends, default=0.0)) if new else 0.0,
+        fed_ms=1000 * (now - max(ends, default=now)) if new else 0.0,
     )
     return Restored(cache, chunks, how, chunk_table, fed)
 
