@@ -114,7 +114,10 @@ class Executor:
         """Starts the thread."""
         self._thread.start()
 
-    alive = property(lambda self: self._thread.is_alive(), doc="Whether the thread runs.")
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
 
     def submit(self, call: Call, loop: asyncio.AbstractEventLoop) -> Job:
         """Accepts a call; its prompt is encoded in the caller's thread, within the window. A turn in a
