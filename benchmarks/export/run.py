@@ -263,7 +263,7 @@ def chunk_options(lengths: Sequence[int], context_tokens: int) -> list[object]:
 
 
 def llama_cpp(folder: Path, bench: Run[Plan]) -> dict[str, Opening]:
-    """What llama.cpp opens of a folder; nothing where it is not installed, which is told."""
+    """What llama.cpp opens of a folder; nothing where it is not installed, which is reported."""
     if missing := missing_packages(*PEERS[LLAMA_CPP].packages):
         bench.tell(f"without {LLAMA_CPP}: {missing} is not installed (pip install 'jaxllm[peers]')")
         return {}

@@ -66,7 +66,7 @@ def _read_prompts(plan: Plan, tokenizer: Tokenizer, count: int, seed: int) -> di
 
 
 def run(bench: Run[Plan]) -> list[Row]:
-    """Measures a trained target; tells of every budget that is too small, whose rows are left out. Of random
+    """Measures a trained target; reports every budget that is too small, whose rows are left out. Of random
     weights, measures the memory and the reads of a process alone.
 
     Raises:
@@ -408,7 +408,7 @@ def in_memory_rows(
 
 
 def _openings(checkpoint: Checkpoint, draft: Path | None, bench: Run[Plan]) -> dict[str, Opening]:
-    """What each system opens, with what it takes besides; tells of each system that is left out."""
+    """What each system opens, with what else it requires; reports each system that is left out."""
     own: dict[str, dict[str, Any]] = {
         NESTED: {"answer_tokens": bench.plan.tokens},
         PLAIN: {"context_tokens": bench.plan.context_tokens},

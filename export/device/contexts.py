@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxllm.contexts import CHUNK_TOKENS
 from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import ConfigError
 from jaxllm.export.folder_format.signature import (
-    CHUNK_TOKENS,
     CHUNKS,
     CODED_KINDS,
     KEYS,

@@ -30,6 +30,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxllm.config import FULL_LEVEL, MAX_DIMENSION, ModelConfig
+from jaxllm.contexts import CHUNK_TOKENS
 from jaxllm.contexts.codecs import CODECS, WIDTHS, ChunkFormat, find_codec
 from jaxllm.export.folder_format.parts import ADAPTER, KEEP, MODEL, PROMPT, TinyLmFacts
 from jaxllm.options import check_options, option
@@ -41,8 +42,6 @@ _KINDS: tuple[Kind, ...] = ("prefill", "decode", "block", "verify", "encode")
 
 KEYS, VALUES = "kv_cache_k_{}", "kv_cache_v_{}"
 CHUNKS = "chunks"
-# Of a chunk (C), as the live service has them by default.
-CHUNK_TOKENS = 16
 # Of a cache's name.
 LEVELS, FACTORS = "{}_levels", "{}_factors"
 

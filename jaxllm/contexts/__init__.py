@@ -5,3 +5,6 @@ A chunk at 8, 4 or 2 bits, chosen by attention density, retains what later token
 `recompute` (read or compute), `eviction` (order of eviction). Used by `jaxllm.serving.contexts`. Measured
 by `jaxllm bench contexts`.
 """
+
+# Default tokens of a chunk (LLMS, section 4).
+CHUNK_TOKENS = 16

@@ -405,13 +405,11 @@ class KVCache:
           chunks: see `QuantizedPrefix.source`.
           tokens: number of tokens of these chunks, int32.
         """
-        from jaxllm.contexts.coded import QuantizedPrefix
-
         before = self.coded
         assert before is not None
         # Constructed directly: `replace` takes several times as long, and dominates a switch.
         mass = None if before.mass is None else np.zeros((self._batch, before.mass.shape[-1]), np.float32)
-        coded = QuantizedPrefix(tokens, chunks, before.form, before.bits, mass, before.layer)
+        coded = type(before)(tokens, chunks, before.form, before.bits, mass, before.layer)
         own = np.zeros((self._batch, self.capacity_tokens), np.float32)
         return KVCache(self.keys, self.values, tokens, own, self.places, coded, self.source, self.states)  # pyright: ignore
 

@@ -20,6 +20,7 @@ from jaxllm.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
     from jaxllm.serving.guided.compiler import GrammarCompiler
+    from jaxllm.serving.images.encoder import ImageEncoder
 
 
 class Model(Protocol):
@@ -34,7 +35,8 @@ class Model(Protocol):
     @property
     def levels(self) -> tuple[int, ...]: ...  # noqa: D102
 
-    images: Any  # `ImageEncoder` or None, opened with the first image.
+    @property
+    def images(self) -> "ImageEncoder | None": ...  # noqa: D102
 
     def runner(self, level: int, /) -> Runner: ...  # noqa: D102
 

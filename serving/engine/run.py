@@ -12,7 +12,7 @@ from jaxllm.models.features import require_decoder_alone
 from jaxllm.sampling_state import sampler_state
 from jaxllm.serving.engine.decoding import Decoding, TokenLogprob, pace
 from jaxllm.serving.engine.request import Request, Session
-from jaxllm.serving.ground.plan import Cost, Restoration
+from jaxllm.serving.ground.plan import Cost, Plan, Restoration
 from jaxllm.serving.ground.text_stream import TextStream
 from jaxllm.serving.runners.runner import PrefillChunk, Runner
 from jaxllm.text.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ class Lifecycle:
       finish_ms: time to make room for a context's new chunks, compress and store them.
     """
 
-    plan: Any = None
+    plan: Plan | None = None
     objective: Any = None
     restoration: Restoration = Restoration()
     finish_ms: float = 0.0

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 import jax
 
 from jaxllm.config import FULL_LEVEL, ModelConfig
+from jaxllm.contexts import CHUNK_TOKENS as KV_CHUNK_TOKENS
 from jaxllm.errors import ConfigError
 from jaxllm.kernels import native
 from jaxllm.models.lora import LoraConfig
@@ -90,8 +91,7 @@ class EngineOptions:
     adapter_rank: int = 0
     adapter_targets: tuple[str, ...] = ()
     kv_codec: str = ""
-    # LLMS, section 4.
-    kv_chunk_tokens: int = option(16, low=1, high=256)
+    kv_chunk_tokens: int = option(KV_CHUNK_TOKENS, low=1, high=256)
     attend_quantized_kv: bool = False
     memory_bytes: int = option(0, low=0)
     storage: Storage = dataclasses.field(default_factory=Storage)

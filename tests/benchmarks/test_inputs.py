@@ -1,4 +1,4 @@
-"""What benchmarks run on: models, packaged samples and data folders, and traces of requests."""
+"""Tests the inputs of benchmarks: models, packaged samples and data folders, and traces of requests."""
 
 import collections
 import dataclasses

@@ -1,5 +1,5 @@
-"""Which parts of a bundle are exported, in which numbers, its calibration of integer prefill among them; and
-that the table of programs and formats in the documents is what exporters hold and refuse."""
+"""Tests which parts of a bundle are exported, in which numbers, its calibration of integer prefill among
+them; and that the table of programs and formats in the documents is what exporters hold and refuse."""
 
 import dataclasses
 from pathlib import Path

@@ -17,6 +17,7 @@ from rich.console import Console
 from jaxllm.bundle import Bundle, rewrite_bundle
 from jaxllm.bundle.calibrations import contexts_parts
 from jaxllm.config import ModelConfig
+from jaxllm.contexts import CHUNK_TOKENS
 from jaxllm.contexts.codecs import CODECS, WIDTHS, ChunkFormat, ChunkShape
 from jaxllm.contexts.tolerance import PARTS, Candidate, ContextCalibration, choose, kept_shares
 from jaxllm.errors import CheckpointError, ConfigError
@@ -82,7 +83,7 @@ def calibrate_contexts(
                 sensitivity_rows=recipe.sensitivity_rows,
                 progress=lambda done, total: status.update(f"measuring, layer {done} of {total}"),
             )
-        shapes = chunk_shapes(bundle.cfg, tokens=16, dtype="float32")
+        shapes = chunk_shapes(bundle.cfg, tokens=CHUNK_TOKENS, dtype="float32")
         chosen, lost = choose(errors, sensitivity, shapes, recipe.ratio)
         calibration = ContextCalibration(chosen=chosen, errors=errors, sensitivity=sensitivity)
         facts = {"ratio": recipe.ratio, "tokens": sum(map(len, rows))}

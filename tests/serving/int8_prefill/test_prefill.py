@@ -1,4 +1,5 @@
-"""Which prompts are prefilled in integers, by options, bundles, levels and times; and by which products."""
+"""Tests which prompts are prefilled in integers, by options, bundles, levels and times, and by which
+products."""
 
 import dataclasses
 import functools

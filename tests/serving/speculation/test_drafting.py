@@ -1,4 +1,4 @@
-"""What a verdict teaches, whose drafts a tree has, when drafting pauses, and what trees cost by size."""
+"""Tests what verdicts teach, whose drafts a tree has, when drafting pauses, and what trees cost by size."""
 
 from types import SimpleNamespace
 
