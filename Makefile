@@ -91,10 +91,12 @@ test-dist: dist
 clean:
 	rm -rf $(VENV) $(VENV)-export $(VENV)-accelerators build dist site *.egg-info
 
-# What runs models is installed by hash; `.ci/pin` writes the file.
+# What runs models is installed by hash; `.ci/pin` writes the file. The first build of the kernels is of those for this
+# processor alone, in half of the time; later ones, as `make test` begins with, are of all.
 $(VENV)/.demo: pyproject.toml requirements.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --no-compile --require-hashes --requirement requirements.txt
-	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	JAXLLM_NATIVE=$${JAXLLM_NATIVE-$$(ls jaxllm/kernels/_native*.so > /dev/null 2>&1 || echo host)} \
+	  $(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
