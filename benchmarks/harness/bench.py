@@ -231,7 +231,7 @@ def benchmark(
             "--model",
             type=PATH,
             metavar="MODEL",
-            help=f"A bundle, a Hugging Face folder, or a packaged model's name.  [default: {packaged}]",
+            help=f"A model's path or name, as of `jaxllm generate`.  [default: {packaged}]",
         ),
         click.option(
             "--shape",

@@ -1,5 +1,6 @@
 """A hub on the loopback: the part of Hugging Face's HTTP API that serves files of models, with faults."""
 
+import functools
 import hashlib
 import json
 import threading
@@ -86,7 +87,7 @@ class FakeHub:
             data = self.files[repository][name]
             headers = {
                 "X-Repo-Commit": self.commit,
-                "X-Linked-Etag": f'"{hashlib.sha256(data).hexdigest()}"',
+                "X-Linked-Etag": f'"{sha256(data)}"',
                 "X-Linked-Size": str(len(data)),
                 "Location": f"http://localhost:{self._port}/cdn/{repository}/{name}",
             }
@@ -97,7 +98,7 @@ class FakeHub:
         for name, data in self.files[repository].items():
             about = {"rfilename": name, "size": len(data), "blobId": git_hash(data)}
             if name.endswith(LARGE):
-                digest = hashlib.sha256(data).hexdigest()
+                digest = sha256(data)
                 about["lfs"] = {"sha256": digest, "size": len(data), "pointerSize": 134}
             siblings.append(about)
         facts = {"id": repository, "sha": self.commit, "siblings": siblings}
@@ -143,6 +144,12 @@ class FakeHub:
             handler.wfile.write(data)
 
 
+@functools.lru_cache
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@functools.lru_cache
 def git_hash(data: bytes) -> str:
     """The id of a blob in git."""
     return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
