@@ -22,6 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxllm.serving.evaluation.intervals import bootstrap
 from jaxllm.serving.host.machine import cpu_features, usable_cores
 from jaxllm.version import __version__
 
@@ -169,18 +170,6 @@ def _shown(row: Row) -> str:
     if row.unit == "share":
         return f"{100 * row.value:,.0f} %"
     return f"{row.value:,.{_DIGITS.get(row.metric, 1)}f} {row.unit}".rstrip()
-
-
-_DRAWS = 2000
-# Computes, from `[draws, N]` numbers of what was drawn, a value `[draws]` of each draw.
-Statistic = Callable[[np.ndarray], np.ndarray]
-
-
-def bootstrap(count: int, statistic: Statistic, *, draws: int = _DRAWS) -> tuple[float, float]:
-    """The middle 95 % of a statistic of `count` things drawn with replacement."""
-    drawn = np.random.default_rng(0).integers(0, count, (draws, count))
-    low, high = np.percentile(statistic(drawn), (2.5, 97.5))
-    return float(low), float(high)
 
 
 def median_ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:
