@@ -130,12 +130,23 @@ def prepare(
             params=counted(),
             weights=form,
             tokenizer=tokenizer,
-            name=name or (folder.stem if folder.is_file() else folder.resolve().name),
+            name=name or _own_name(folder),
             parts=parts,
             expert_bits=_widths(cfg, expert_bits) if apart else None,
         )
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from error
+
+
+def _own_name(path: Path) -> str:
+    """The name of a file or folder; of a folder in the hub's cache, named by its commit, that of its
+    repository."""
+    if path.is_file():
+        return path.stem
+    path = path.resolve()
+    repository = path.parent.parent.name
+    in_cache = path.parent.name == "snapshots" and repository.startswith("models--")
+    return repository.rpartition("--")[2] if in_cache else path.name
 
 
 def _kept(value: _Stored) -> _Stored | Kept:

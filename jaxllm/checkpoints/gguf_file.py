@@ -173,7 +173,22 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     )
 
 
+def read_metadata(path: str | os.PathLike[str]) -> Mapping[str, Any]:
+    """The metadata of one GGUF file, without the package `gguf`.
+
+    Raises:
+      CheckpointError: the file is missing, or its header is malformed.
+    """
+    return _opened(Path(path))[0].metadata()
+
+
 def _read_one(path: Path) -> GgufFile:
+    header, mapped = _opened(path)
+    metadata = header.metadata()
+    return GgufFile(path, metadata, header.tensors(metadata), mapped)
+
+
+def _opened(path: Path) -> "tuple[_Header, tuple[mmap.mmap, ...]]":
     try:
         with open_regular(path) as file:
             # An empty file cannot be mapped.
@@ -183,9 +198,7 @@ def _read_one(path: Path) -> GgufFile:
         raise CheckpointError(f"{path}: no such file; give the path of a GGUF file") from error
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror or error})") from error
-    header = _Header(path, np.frombuffer(mapped[0], np.uint8) if mapped else np.zeros(0, np.uint8))
-    metadata = header.metadata()
-    return GgufFile(path, metadata, header.tensors(metadata), mapped)
+    return _Header(path, np.frombuffer(mapped[0], np.uint8) if mapped else np.zeros(0, np.uint8)), mapped
 
 
 class _Header:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from jaxllm.cli.shared_options import path_argument
+from jaxllm.cli.shared_options import model_argument
 from jaxllm.cli.training_options import (
     device_options,
     dry_run_option,
@@ -62,7 +62,7 @@ def _calibration(name: str, recipe: type, *, one_device: str = "") -> Callable[[
             click.echo(json.dumps(facts if "dry_run" in given else {"bundle": str(output), **facts}))
 
         options = combined(
-            path_argument("model"),
+            model_argument(),
             output_option,
             text_option("measure on", "Python's language reference"),
             click_option(recipe, "tokens"),

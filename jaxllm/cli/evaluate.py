@@ -12,7 +12,9 @@ from jaxllm.cli.console import print_columns, print_json, progress_bars, read_te
 from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.model_choice import ModelChoice
 from jaxllm.cli.shared_options import (
+    MODEL,
     json_option,
+    model_argument,
     model_options,
     path_argument,
     path_option,
@@ -262,7 +264,7 @@ def tasks_command(
 
 
 @eval_command.command("pairs")
-@path_argument("model")
+@model_argument()
 @path_option("--source", required=True, help="A UTF-8 text file with one source per line.")
 @path_option("--reference", help="A UTF-8 text file with the right target of each line.")
 @click.option(
@@ -280,6 +282,7 @@ def tasks_command(
 @click.option("--prefix", metavar="TEXT", help="Prefix of the task.  [default: the model's own]")
 @path_option(
     "--draft",
+    type=MODEL,
     metavar="DRAFT",
     help="A smaller model with the same tokenizer, to measure its agreement with MODEL.",
 )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxllm.cli.console import progress_bars, read_text
-from jaxllm.cli.shared_options import context_option, named_folders_option, path_argument, path_option
+from jaxllm.cli.shared_options import context_option, model_argument, named_folders_option, path_option
 from jaxllm.export.contents import CONTENTS, PLAIN, require_contents, require_family, require_format
 from jaxllm.option_types import Level
 
@@ -28,7 +28,7 @@ _CALIBRATION_CHARACTERS = 1 << 20
 
 
 @click.command("export")
-@path_argument("bundle")
+@model_argument("bundle")
 @path_option(
     "-o", "--output", required=True, metavar="PATH", help="The folder, LiteRT-LM file or GGUF file to write."
 )
@@ -190,18 +190,15 @@ def export_command(
     allowed = PLAIN[kind] if kind in PLAIN else CONTENTS[kind].precisions
     if precision not in allowed:
         raise click.UsageError(f"--format {kind} takes --precision {', '.join(allowed)}, not {precision}")
-    # Imported here, so that --help and usage errors do not wait.
-    from jaxllm.serving.ground.bundles import find_model
-
     if (bundle / RUN_FILE).is_file():
         _export_run(bundle, output, kind, precision)
         return
-    bundle = find_model(bundle)
     if kind in PLAIN:
         if shapes["inputs"] or shapes["input_rank"]:
             raise click.UsageError(f"--adapter-input goes with programs; --format {kind} takes --adapter")
         _export_plain(bundle, output, kind, precision, shapes["levels"], adapter)
         return
+    # Imported here, so that --help and usage errors do not wait.
     from jaxllm.export import quantized
     from jaxllm.export.signatures import ExportPlan
     from jaxllm.export.stablehlo import DTYPES, export_stablehlo

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxllm.cli.console import print_json
-from jaxllm.cli.shared_options import json_option, path_argument
+from jaxllm.cli.shared_options import json_option, model_argument
 from jaxllm.formats import WEIGHT_FORMATS, WeightFormat
 from jaxllm.serving.host.machine import ProcessMemory, give_back_memory, process_memory
 from jaxllm.version import __version__
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @click.command("info")
-@path_argument("bundle", required=False)
+@model_argument("bundle", required=False)
 @click.option("--verify", is_flag=True, help="Read the whole file and check every checksum.")
 @click.option(
     "--memory", is_flag=True, help="Start the model and write its memory use instead of other facts."

@@ -6,12 +6,12 @@ import click
 
 from jaxllm.cli.console import progress_bars
 from jaxllm.cli.lazy import EngineCommand
-from jaxllm.cli.shared_options import path_argument, path_option
+from jaxllm.cli.shared_options import model_argument, path_option
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS
 
 
 @click.command("prepare", cls=EngineCommand)
-@path_argument("model")
+@model_argument()
 @path_option("-o", "--output", required=True, help="The bundle to write.")
 @click.option(
     "--weights", type=click.Choice(WEIGHT_FORMATS), help="Width of weights.  [default: the checkpoint's own]"
@@ -50,11 +50,10 @@ def prepare_command(
     """
     from jaxllm.bundle import Bundle
     from jaxllm.prepare import prepare
-    from jaxllm.serving.ground.bundles import find_model
 
     with progress_bars() as progress:
         prepare(
-            model if model.exists() else find_model(model),
+            model,
             output,
             weights=weights,  # pyright: ignore[reportArgumentType]: one of the choices
             expert_bits=int(expert_bits or 0),

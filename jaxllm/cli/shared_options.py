@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from jaxllm.cli.console import progress_bars
 from jaxllm.cli.model_choice import ModelChoice
 from jaxllm.errors import ConfigError
 from jaxllm.options import Command, click_option, click_options, combined
@@ -33,6 +34,27 @@ def path_option(*names: str, metavar: str = "FILE", **how: Any) -> Callable[[Com
 def path_argument(name: str, **how: Any) -> Callable[[Command], Command]:
     """`click.argument` of a path."""
     return click.argument(name, type=PATH, **how)
+
+
+class _Model(click.ParamType):  # pyright: ignore[reportMissingTypeArgument]: generic in stubs alone
+    """A model by path or name (see `jaxllm.serving.ground.bundles.find_model`); its value is a path."""
+
+    name = "model"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        """The model's path; a model of the hub is downloaded."""
+        from jaxllm.serving.ground.bundles import find_model
+
+        with progress_bars() as progress:
+            return find_model(value, progress)
+
+
+MODEL = _Model()
+
+
+def model_argument(name: str = "model", **how: Any) -> Callable[[Command], Command]:
+    """`click.argument` of a model, for commands that read its files themselves."""
+    return click.argument(name, type=MODEL, **how)
 
 
 def named_folders_option(*names: str, **how: Any) -> Callable[[Command], Command]:

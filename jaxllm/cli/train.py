@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxllm.cli.shared_options import path_argument, path_option
+from jaxllm.cli.shared_options import MODEL, model_argument, path_option
 from jaxllm.cli.training_options import (
     LOOP_SETTINGS,
     changed,
@@ -51,7 +51,8 @@ _FROM_RECIPE = "  [default: the recipe's]"
 @path_option(
     "--init-from",
     "model",
-    metavar="DIR",
+    type=MODEL,
+    metavar="MODEL",
     help="A Hugging Face folder to continue from, with its own tokenizer, instead of a new model.",
 )
 @path_option(
@@ -110,7 +111,7 @@ def pretrain_command(run_dir: Path, recipe_name: str, data: Path | None, **optio
 
 
 @click.command("lora")
-@path_argument("model")
+@model_argument()
 @run_options("mood")
 @text_option("learn from", "the recipe's sources")
 @chat_options
@@ -159,7 +160,7 @@ def lora_command(
 
 
 @click.command("elasticize")
-@path_argument("model")
+@model_argument()
 @output_option
 @run_options("family")
 @text_option("learn from", "the recipe's sources")
@@ -178,7 +179,11 @@ def lora_command(
     help="Recipe of the tiny LM that plans requests; none makes a bundle without one.",
 )
 @path_option(
-    "--tiny-lm-encoder", "encoder", metavar="DIR", help="A MobileBERT folder for the tiny LM to start from."
+    "--tiny-lm-encoder",
+    "encoder",
+    type=MODEL,
+    metavar="MODEL",
+    help="A MobileBERT folder for the tiny LM to start from.",
 )
 @path_option(
     "--questions",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from jaxllm.cli.shared_options import path_option
+from jaxllm.cli.shared_options import MODEL, path_option
 from jaxllm.formats import WEIGHT_FORMATS
 from jaxllm.options import Command, click_options, combined
 from jaxllm.training.settings import TrainSettings
@@ -62,7 +62,8 @@ name_option = click.option(
 )
 teacher_option = path_option(
     "--teacher",
-    metavar="DIR",
+    type=MODEL,
+    metavar="MODEL",
     help="A Hugging Face folder of a teacher with the same tokenizer, for a recipe with a teacher_share.",
 )
 tensorboard_option = click.option(

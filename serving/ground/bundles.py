@@ -1,4 +1,5 @@
-"""Opens models by name or path: a packaged model, a bundle, a Hugging Face folder or a GGUF file.
+"""Opens models by name or path: a packaged model, a bundle, a Hugging Face folder, a GGUF file, or the
+model of an installed Python package (`find_model`).
 
 A folder or GGUF file is prepared once and cached in the user's cache directory under a digest of its
 contents, so that changed ones are prepared again. Nothing is downloaded. Also cached is which tokenizers
@@ -35,6 +36,8 @@ _SAMPLES, _SAMPLE_BYTES = 512, 64 << 10
 _log = logging.getLogger(__name__)
 # A smaller text is as soon checked.
 _MIN_TEXT_BYTES = 1 << 20
+# Begin the names of models that are not paths.
+PACKAGE = "package:"
 _ORDINARY, _UNKNOWN = b"ordinary", b"unknown"
 
 
@@ -49,7 +52,7 @@ def open_model(
     Raises:
       CheckpointError: the model is missing, or cannot be read or prepared.
     """
-    path = find_model(model)
+    path = find_model(model, progress)
     if path.is_dir() or begins_with(path, GGUF_MAGIC):
         return _open_prepared(path, weights, progress)
     if not path.exists():
@@ -80,10 +83,27 @@ def levels_of(model: str | Path | None) -> tuple[int, ...]:
     return () if ladder is None else tuple(level for level in ladder.levels if level != FULL_LEVEL)
 
 
-def find_model(model: str | Path | None) -> Path:
-    """The path of a model: a packaged model by name, unless a file has that name; None for the default."""
+def find_model(model: str | Path | None, progress: Progress | None = None) -> Path:
+    """The path of a model by name: every door that takes a model finds it here.
+
+    Args:
+      model: a path; a packaged model's name, unless a file has that name; `package:NAME`, the model of an
+        installed Python package; or None for the default model.
+      progress: callback for (stage, done, total).
+
+    Raises:
+      ConfigError: the name is malformed, or its licence asks for consent that was not given.
+      CheckpointError: there is no such model.
+    """
     if model is None:
         return default_bundle()
+    if str(model).startswith(PACKAGE):
+        # Imported here, as other names do not need it.
+        from jaxllm.serving.sources.packages import find_packaged
+
+        found = find_packaged(str(model))
+        found.licence.require_consent()
+        return found.path
     packaged = _assets() / f"{model}{SUFFIX}"
     named = str(model) in packaged_models() and not Path(model).exists()
     return packaged if named else Path(model)

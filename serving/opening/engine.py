@@ -44,8 +44,8 @@ class Engine(AnyEngine[AnyModel]):
         """Opens a model and compiles its buckets.
 
         Args:
-          model: a bundle, a Hugging Face folder or a GGUF file (prepared on the fly and cached), a packaged
-            model's name, or None for the default one.
+          model: a bundle, a Hugging Face folder or a GGUF file (prepared on the fly and cached), a name (see
+            `jaxllm.serving.ground.bundles.find_model`), or None for the default one.
           weights: width of a folder's weights; None for the checkpoint's own.
           options: shapes of buckets and caches.
           adapter: initial low-rank adapter in PEFT's layout; its rank and targets are used unless the
