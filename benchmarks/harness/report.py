@@ -136,19 +136,30 @@ def less_is_better(metric: str) -> bool:
 
 
 def emit(
-    bench: str, rows: Sequence[Row], draw: Draw | None = None, *, as_json: bool, plot: Path | None = None
+    bench: str,
+    rows: Sequence[Row],
+    draw: Draw | None = None,
+    *,
+    subject: str,
+    as_json: bool,
+    plot: Path | None = None,
 ) -> None:
-    """Prints the rows as a table or as JSON, and draws them into the folder `plot` if there is one, by `draw`
-    or as bars."""
+    """Prints the rows of a benchmark of a subject, a model or shape, as a table or as JSON, and draws them
+    into the folder `plot` if there is one, by `draw` or as bars."""
     about = machine()
     if as_json:
-        result = {"bench": bench, "machine": about, "rows": [dataclasses.asdict(r) for r in rows]}
+        result = {
+            "bench": bench,
+            "subject": subject,
+            "machine": about,
+            "rows": [dataclasses.asdict(r) for r in rows],
+        }
         click.echo(json.dumps(result))
     else:
         console = Console()
         # A file or pipe has no width; the usual 80 columns would break the rows.
         console.width = console.width if console.is_terminal else 180
-        table = Table(title=f"bench {bench} ({about['cpu']}, {about['cores']} cores)")
+        table = Table(title=f"bench {bench}, {subject} ({about['cpu']}, {about['cores']} cores)")
         noted = any(row.note for row in rows)
         for heading in ("case", "system", "metric", "value", "against", "ratio", *["note"] * noted):
             table.add_column(heading, justify="right" if heading in ("value", "ratio") else "left")

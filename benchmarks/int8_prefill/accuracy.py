@@ -65,7 +65,7 @@ class Subject:
 
 def subjects(model: Path, plan: Plan, stage: str, progress: Progress = silent) -> Iterator[Subject]:
     """The model as it is and with outliers put in, as the plan asks; `progress` is told of the stage."""
-    checkpoint = Checkpoint.find(model)
+    checkpoint = Checkpoint.find(model, progress)
     folder = checkpoint.folder(progress)
     cfg, files = checkpoint.cfg, read_tokenizer(folder)
     plain = {name: np.asarray(value, np.float32) for name, value in read_params(folder, cfg)}
