@@ -130,7 +130,7 @@ def prepare(
             params=counted(),
             weights=form,
             tokenizer=tokenizer,
-            name=name or _own_name(folder),
+            name=name or model_name(folder),
             parts=parts,
             expert_bits=_widths(cfg, expert_bits) if apart else None,
         )
@@ -138,9 +138,9 @@ def prepare(
         raise CheckpointError(f"{folder}: {error}") from error
 
 
-def _own_name(path: Path) -> str:
-    """The name of a file or folder; of a folder in the hub's cache, named by its commit, that of its
-    repository."""
+def model_name(path: Path) -> str:
+    """Display name of a model: that of its file or folder; in Hugging Face's cache, where folders are named
+    by commits, that of the repository."""
     if path.is_file():
         return path.stem
     path = path.resolve()

@@ -234,7 +234,7 @@ def benchmark(
             "--model",
             type=PATH,
             metavar="MODEL",
-            help="A bundle, a Hugging Face folder, a GGUF file, or a packaged model's name.  [default: "
+            help="A model's path or name, as of `jaxllm generate`.  [default: "
             + packaged
             + ("; with --full SmolLM2, if its package is installed or --data has it" if real else "")
             + "]",

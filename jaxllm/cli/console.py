@@ -22,7 +22,9 @@ MAX_INPUT_BYTES = 64 << 20
 _PATIENCE_S = 0.5
 _LEAST_CHARACTERS = 100
 
+_IN_BYTES = ("download", "load")
 _STAGES = {
+    "download": "Downloading",
     "prepare": "Preparing weights",
     "load": "Loading weights",
     "compile": "Compiling buckets",
@@ -143,18 +145,34 @@ def progress_bars() -> Iterator[Progress]:
                     return
                 # Imported here: it is a large part of startup time.
                 from rich.console import Console
-                from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-                from rich.progress import Progress as Bars
-
-                columns = (
-                    TextColumn("{task.description}"),
-                    BarColumn(),
-                    MofNCompleteColumn(),
-                    TimeElapsedColumn(),
+                from rich.progress import (
+                    BarColumn,
+                    DownloadColumn,
+                    MofNCompleteColumn,
+                    ProgressColumn,
+                    Task,
+                    TextColumn,
+                    TimeElapsedColumn,
+                    TransferSpeedColumn,
                 )
+                from rich.progress import Progress as Bars
+                from rich.text import Text
+
+                class Amount(ProgressColumn):
+                    """What is done of all, of bytes with their speed."""
+
+                    def render(self, task: Task) -> Text:
+                        if not task.fields["in_bytes"]:
+                            return MofNCompleteColumn().render(task)
+                        speed = TransferSpeedColumn().render(task)
+                        return Text.assemble(DownloadColumn().render(task), "  ", speed)
+
+                columns = (TextColumn("{task.description}"), BarColumn(), Amount(), TimeElapsedColumn())
                 bars = stack.enter_context(Bars(*columns, console=Console(stderr=True), transient=True))
             if stage not in tasks:
-                tasks[stage] = bars.add_task(_STAGES.get(stage, stage), total=total)
+                tasks[stage] = bars.add_task(
+                    _STAGES.get(stage, stage), completed=done, total=total, in_bytes=stage in _IN_BYTES
+                )
             bars.update(tasks[stage], completed=done, total=total)
 
         yield update

@@ -162,6 +162,7 @@ def _checkpoint_facts(path: Path) -> dict[str, Any]:
     from jaxllm.errors import CheckpointError
     from jaxllm.models.features import FEATURES, feature_refusal
     from jaxllm.models.parameters import parameter_count
+    from jaxllm.prepare import model_name
 
     if path.is_dir():
         checkpoint = Checkpoint(path)
@@ -175,7 +176,7 @@ def _checkpoint_facts(path: Path) -> dict[str, Any]:
             own = str(error)
         cfg, stored = read_gguf_config(file), ", ".join(sorted({each.kind for each in file.tensors.values()}))
     return {
-        "model": path.stem if path.is_file() else path.resolve().name,
+        "model": model_name(path),
         "family": cfg.model_type,
         "parameters": parameter_count(cfg),
         "stored": stored,

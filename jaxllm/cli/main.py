@@ -22,6 +22,11 @@ _SUMMARIES = {
         "profile": "Measure the speed of every level of a model, for the service to plan with.",
         "contexts": "List, check and repair contexts that are stored on disk.",
     },
+    "Find models": {
+        "models": "List the models on this machine, by the names that --model takes.",
+        "pull": "Download a model of the hub, or what its newest revision has changed.",
+        "rm": "Remove a model that was pulled, and what was prepared of it.",
+    },
     "Prepare and train models": {
         "prepare": "Write a Hugging Face folder or a GGUF file as one bundle file.",
         "elasticize": "Make an elastic bundle: levels of one model, and the tiny LM that plans.",
@@ -47,6 +52,7 @@ _MODULES = {
     "eval": "jaxllm.cli.evaluate",
     "bench": "benchmarks.cli",
     "completion": "jaxllm.cli.keys",
+    **dict.fromkeys(("pull", "rm"), "jaxllm.cli.models"),
 }
 SECTIONS = {
     heading: {

@@ -42,7 +42,8 @@ class ModelChoice:
 
     model: Path | None = _field(  # noqa: RUF009
         None,
-        "A bundle, a Hugging Face folder, a GGUF file, or a packaged model's name.  [default: default]",
+        "A bundle, a Hugging Face folder, a GGUF file, a packaged model's name, package:NAME of an installed "
+        "package, or hf:OWNER/NAME of the hub.  [default: default]",
         "-m",
         "--model",
         metavar="MODEL",

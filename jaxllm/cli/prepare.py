@@ -39,10 +39,10 @@ def prepare_command(
 ) -> None:
     """Write a Hugging Face folder or a GGUF file as one bundle file.
 
-    Reads the folder MODEL (config, safetensors, tokenizer) or the GGUF file MODEL, and writes FILE
-    atomically. Q8_0 and Q4_0 blocks of a GGUF file stay bit for bit. With --expert-bits MODEL may be a
-    mixture's bundle, or the name of a packaged one: its weights are unchanged, except experts that get
-    narrower.
+    Reads the folder MODEL (config, safetensors, tokenizer) or the GGUF file MODEL, also by a name such as
+    package:NAME or hf:OWNER/NAME, and writes FILE atomically. Q8_0 and Q4_0 blocks of a GGUF file stay bit
+    for bit. With --expert-bits MODEL may be a mixture's bundle, or the name of a packaged one: its weights
+    are unchanged, except experts that get narrower.
 
     \b
     Example:

@@ -12,7 +12,7 @@ from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.shared_options import (
     context_option,
     json_option,
-    path_argument,
+    model_argument,
     path_option,
     prefill_option,
     processors_option,
@@ -27,7 +27,7 @@ REPEATS = 5
 
 
 @click.command("profile", cls=EngineCommand)
-@path_argument("bundle", required=False)
+@model_argument("bundle", required=False)
 @context_option
 @prefill_option(
     "Measure prompts in floats, in 8-bit integers (takes a bundle of `jaxllm calibrate prefill`), or in "

@@ -20,7 +20,8 @@ _PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "promethe
     "-m",
     "--model",
     metavar="MODEL",
-    help="A bundle, a Hugging Face folder, a GGUF file, or a packaged model's name.  [default: default]",
+    help="A bundle, a Hugging Face folder, a GGUF file, a packaged model's name, package:NAME of an "
+    "installed package, or hf:OWNER/NAME of the hub.  [default: default]",
 )
 @click.option(
     "--http",

@@ -1,16 +1,17 @@
 """Opens models by name or path: a packaged model, a bundle, a Hugging Face folder, a GGUF file, or the
-model of an installed Python package (`find_model`).
+model of an installed Python package or of the hub (`find_model`).
 
 A folder or GGUF file is prepared once and cached in the user's cache directory under a digest of its
-contents, so that changed ones are prepared again. Nothing is downloaded. Also cached is which tokenizers
-consist of well-known parts: the check takes 0.15 s of startup with a vocabulary of 150,000 tokens, and its
-result only depends on the text.
+contents, so that changed ones are prepared again. Also cached is which tokenizers consist of well-known
+parts: the check takes 0.15 s of startup with a vocabulary of 150,000 tokens, and its result only depends on
+the text. Nothing is downloaded but a model that is named by `hf:`.
 """
 
 import contextlib
 import hashlib
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import xxhash
@@ -37,7 +38,7 @@ _log = logging.getLogger(__name__)
 # A smaller text is as soon checked.
 _MIN_TEXT_BYTES = 1 << 20
 # Begin the names of models that are not paths.
-PACKAGE = "package:"
+PACKAGE, HUB = "package:", "hf:"
 _ORDINARY, _UNKNOWN = b"ordinary", b"unknown"
 
 
@@ -88,17 +89,21 @@ def find_model(model: str | Path | None, progress: Progress | None = None) -> Pa
 
     Args:
       model: a path; a packaged model's name, unless a file has that name; `package:NAME`, the model of an
-        installed Python package; or None for the default model.
+        installed Python package; `hf:OWNER/NAME[@REVISION][:FILE]`, a model of the hub, downloaded unless it
+        was before; or None for the default model.
       progress: callback for (stage, done, total).
 
     Raises:
       ConfigError: the name is malformed, or its licence asks for consent that was not given.
-      CheckpointError: there is no such model.
+      CheckpointError: there is no such model, or it cannot be downloaded.
     """
     if model is None:
         return default_bundle()
+    if str(model).startswith(HUB):
+        from jaxllm.serving.sources.hub import find_at_hub
+
+        return find_at_hub(str(model), progress)
     if str(model).startswith(PACKAGE):
-        # Imported here, as other names do not need it.
         from jaxllm.serving.sources.packages import find_packaged
 
         found = find_packaged(str(model))
@@ -148,6 +153,11 @@ def open_tokenizer(files: TokenizerFiles) -> Tokenizer:
     return tokenizer
 
 
+def remove_prepared(source: Path) -> None:
+    """Removes what was prepared of a Hugging Face folder or a GGUF file from the cache."""
+    shutil.rmtree(_place(source), ignore_errors=True)
+
+
 def _assets() -> Path:
     return Path(__file__).parents[2] / "assets"
 
@@ -162,7 +172,7 @@ def _open_prepared(source: Path, weights: WeightFormat | None, progress: Progres
     if checkpoint is not None and checkpoint.quantization is None:
         weights = weights or checkpoint.weight_format
     # Without a width, quantized weights keep the width of each tensor.
-    place = cache_folder() / "bundles" / _digest([str(source.resolve())]) / (weights or "own")
+    place = _place(source) / (weights or "own")
     cached = place / f"{_content_key(source)}{SUFFIX}"
     try:
         make_private_folder(place)
@@ -182,6 +192,10 @@ def _open_prepared(source: Path, weights: WeightFormat | None, progress: Progres
             older.unlink(missing_ok=True)
     remove_abandoned(place)
     return Bundle.open(cached)
+
+
+def _place(source: Path) -> Path:
+    return cache_folder() / "bundles" / _digest([str(source.resolve())])
 
 
 def _open_cached(path: Path) -> Bundle | None:

@@ -74,7 +74,7 @@ class SpeculationOptions:
 
     Attributes:
       drafter: a name of `jaxllm.serving.speculation.drafters.DRAFTERS`.
-      model: model of the drafter "model": a bundle, a folder, or a packaged model's name.
+      model: model of the drafter "model": its path or name.
       level: level of the target for the drafters "level" and "nested", in percent; 0 for the whole model's
         high planes.
       trees: sizes of token trees.

@@ -34,7 +34,7 @@ from jaxllm.serving.elastic.profile import save_profile
 from jaxllm.serving.elastic.profiling import Measurement, known_profile, profile_path
 from jaxllm.serving.engine.run import Run
 from jaxllm.serving.experts.weights import ExpertWeights
-from jaxllm.serving.ground.bundles import levels_of, open_model
+from jaxllm.serving.ground.bundles import find_model, levels_of, open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.machine import resident_bytes
@@ -336,8 +336,9 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
             seen.add(stage)
             _log.info("opening the model: %s", stage)
 
-    model = options.model or None
-    rank, targets, adapter_bytes = engine_shape(options)
+    # Found once, so that every part of the opening reads the same revision.
+    model = find_model(options.model or None, stages)
+    rank, targets, adapter_bytes = engine_shape(dataclasses.replace(options, model=str(model)))
     memory, image_bytes = engine_bytes(options.memory), 0
     if options.images:
         with open_model(model) as bundle:

@@ -29,7 +29,7 @@ from jaxllm.serving.elastic.planner import Planner, Proposer, described
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.elastic.profiling import choose_prefill, known_profile
 from jaxllm.serving.elastic.tiny_lm import TinyPlanner
-from jaxllm.serving.ground.bundles import levels_of, open_model
+from jaxllm.serving.ground.bundles import find_model, levels_of, open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.progress import Progress
@@ -98,7 +98,7 @@ class LLMService(PlannedService):
         Raises:
           JaxllmError: the model cannot be opened, or lacks a level.
         """
-        margin = SafetyMargin(confidence)
+        margin, model = SafetyMargin(confidence), find_model(model, progress)
         options = engine_options(model, levels, options or EngineOptions(), contexts)
         with contextlib.ExitStack() as opened:
             engine = Engine.open(model, options=options, speculation=speculation, progress=progress)

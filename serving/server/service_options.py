@@ -37,8 +37,7 @@ class ServerOptions:
     """Options of the service.
 
     Attributes:
-      model: a bundle, a Hugging Face folder, a GGUF file or a packaged model's name; empty for the default
-        model.
+      model: path or name of a model, see `jaxllm.serving.ground.bundles.find_model`; empty for the default.
       http: host and port to listen on, such as "127.0.0.1:8080" or "[::1]:8080"; port 0 chooses a free one.
         Without it and `socket`, 127.0.0.1:8080.
       socket: path of a Unix socket to listen on; None for none.

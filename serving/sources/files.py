@@ -41,7 +41,12 @@ class Choice(Generic[PathLike]):
     @property
     def format(self) -> str:
         """Name of its format."""
-        return "GGUF" if self.path.suffix == ".gguf" else "safetensors"
+        return format_of(self.path)
+
+
+def format_of(path: PurePath) -> str:
+    """Name of the format of a model at a path."""
+    return "GGUF" if path.suffix == ".gguf" else "safetensors"
 
 
 def models_in(paths: Iterable[PathLike]) -> list[Choice[PathLike]]:
@@ -56,6 +61,10 @@ def models_in(paths: Iterable[PathLike]) -> list[Choice[PathLike]]:
                 files.setdefault(first, []).append(path)
         elif path.name in _SMALL or path.suffix in _VOCABULARIES or WEIGHTS.fullmatch(path.name):
             folders.setdefault(path.parent, []).append(path)
+    for folder, inside in folders.items():
+        if folder / "model.safetensors" in inside:
+            # Shards beside it are a copy.
+            folders[folder] = [each for each in inside if each.name != INDEX and "-of-" not in each.name]
     whole = {
         folder: inside
         for folder, inside in folders.items()

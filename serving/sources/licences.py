@@ -25,6 +25,7 @@ class Licence:
 
     Attributes:
       model: the model's name for `--model`.
+      of: the name that consent covers, such as a repository's; by default `model`.
       name: name of the licence; empty if unknown.
       terms: where its text can be read.
       gated: whether the hub gives the model's files to those who accepted its terms there.
@@ -34,6 +35,7 @@ class Licence:
     name: str
     terms: str
     gated: bool = False
+    of: str = ""
 
     @property
     def asks(self) -> bool:
@@ -43,7 +45,7 @@ class Licence:
     @property
     def accepted(self) -> bool:
         """Whether the user has accepted it."""
-        return _read().get(self.model) == self.name
+        return _read().get(self.of or self.model) == self.name
 
     def accept(self) -> None:
         """Remembers the user's consent.
@@ -54,7 +56,7 @@ class Licence:
         path = _path()
         try:
             make_private_folder(path.parent)
-            text = json.dumps(_read() | {self.model: self.name}, indent=1, sort_keys=True)
+            text = json.dumps(_read() | {self.of or self.model: self.name}, indent=1, sort_keys=True)
             with atomic_file(path) as file:
                 os.fchmod(file.fileno(), 0o600)
                 file.write(text.encode())

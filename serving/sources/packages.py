@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from jaxllm.errors import CheckpointError, ConfigError
-from jaxllm.serving.sources.files import Choice, is_pickle, models_in
+from jaxllm.serving.sources.files import Choice, format_of, is_pickle, models_in
 from jaxllm.serving.sources.licences import Licence
 
 PREFIX = "package:"
@@ -43,6 +43,16 @@ class PackagedModel:
     path: Path
     files: tuple[Path, ...]
     licence: Licence
+
+    @property
+    def format(self) -> str:
+        """Name of its format."""
+        return format_of(self.path)
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of its files."""
+        return sum(each.stat().st_size for each in self.files)
 
 
 def find_packaged(name: str) -> PackagedModel:
