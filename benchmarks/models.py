@@ -43,7 +43,7 @@ from jaxllm.serving.host.user_cache import cache_folder
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 
-def made_once(*names: str, write: Callable[[Path], None]) -> Path:
+def made_once(*names: str, write: Callable[[Path], Any]) -> Path:
     """A bundle or a Hugging Face folder in the cache folder of benchmarks, written unless it is there.
 
     Args:
