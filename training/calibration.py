@@ -163,25 +163,28 @@ class BundleOutput:
 
 
 @contextlib.contextmanager
-def bundle_of(model: Path, weights: WeightFormat, name: str = "") -> "Iterator[Bundle]":
-    """Opens a bundle, or converts a Hugging Face folder to a temporary one, removed at the end.
+def bundle_of(model: Path, weights: WeightFormat | None, name: str = "") -> "Iterator[Bundle]":
+    """Opens a bundle, or converts a Hugging Face folder or GGUF file to a temporary one, removed at the end.
 
     Args:
-      model: path of the bundle or folder.
-      weights: width of a folder's matrices.
+      model: path of the bundle, folder or GGUF file.
+      weights: width of a folder's or GGUF file's matrices; None for their own.
       name: display name of the model; its own by default.
 
     Raises:
       CheckpointError: the model cannot be read.
     """
     from jaxllm.bundle import Bundle
+    from jaxllm.checkpoints.gguf_file import is_checkpoint
     from jaxllm.prepare import prepare
 
     if not model.exists():
-        raise CheckpointError(f"{model}: no such file or folder; give a Hugging Face folder or a bundle")
+        raise CheckpointError(
+            f"{model}: no such file or folder; give a Hugging Face folder, a GGUF file or a bundle"
+        )
     with tempfile.TemporaryDirectory() as scratch:
         path = model
-        if model.is_dir():
+        if is_checkpoint(model):
             path = Path(scratch) / "model.jaxllm"
             prepare(model, path, weights=weights, name=name)
         with Bundle.open(path) as bundle:

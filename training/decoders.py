@@ -25,6 +25,7 @@ from tokenizers import Tokenizer
 
 from jaxllm.bundle import WeightFormat
 from jaxllm.checkpoints import huggingface, peft, tokenizer_folder
+from jaxllm.checkpoints.gguf_file import is_checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.files.input_files import read_json
@@ -363,9 +364,9 @@ def train_lora(recipe: LoraRecipe, model: Path, run: Run, *, weights: WeightForm
 
     Args:
       recipe: recipe of the run.
-      model: Hugging Face folder or bundle.
+      model: Hugging Face folder, GGUF file or bundle.
       run: the run.
-      weights: width of a folder's frozen matrices; None for that of the recipe's precision.
+      weights: width of a folder's or GGUF file's frozen matrices; None for that of the recipe's precision.
 
     Returns:
       The adapter's folder, `adapter` in the run's.
@@ -374,7 +375,7 @@ def train_lora(recipe: LoraRecipe, model: Path, run: Run, *, weights: WeightForm
       ConfigError: the sources or recipe are unusable, or the folder belongs to another run.
       CheckpointError: the model cannot be read.
     """
-    if weights is None and Path(model).is_dir():
+    if weights is None and is_checkpoint(model):
         weights = recipe.frozen_in
     mesh = run.mesh(recipe)
     frozen = FrozenModel.read(model, weights, mesh=mesh, stack=True)

@@ -111,7 +111,7 @@ class Plan(plans.ShapePlan, plans.DataPlan):
     seed: int = 0
 
 
-@plans.benchmark("contexts", Plan)
+@plans.benchmark("contexts", Plan, real=True)
 def contexts_command(bench: plans.Run[Plan]) -> plans.Run[Plan]:
     """Measure switching between contexts of apps, and the quality of compressed ones.
 

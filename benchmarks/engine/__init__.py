@@ -51,7 +51,7 @@ class Plan(plans.TimedPlan):
         return dataclasses.replace(self, **sizes)
 
 
-@plans.benchmark("engine", Plan)
+@plans.benchmark("engine", Plan, real=True)
 def engine_command(bench: plans.Run[Plan]) -> plans.Run[Plan]:
     """Measure load, build and run times, speed and memory beside other engines.
 

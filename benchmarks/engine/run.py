@@ -40,7 +40,7 @@ def run(bench: Run[Plan]) -> list[Row]:
     if bench.plan.text is not None and bench.shape is not None:
         raise ConfigError("--text needs a trained model: random weights have no meaningful perplexity")
     threads = process.threads_of(bench.plan.threads)
-    checkpoint = Checkpoint.find(bench.path())
+    checkpoint = Checkpoint.find(bench.path(), bench.progress)
     widths = checkpoint.widths(bench.plan.weights)
     peers = _peers(checkpoint.cfg, bench)
     # As the engine chooses: all systems need contexts of the same length.

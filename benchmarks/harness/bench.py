@@ -216,6 +216,8 @@ def benchmark(
     plan: type[BasePlan],
     packaged: str = "default",
     shapes: Sequence[str] = (*DENSE_SHAPES, *MIXTURE_SHAPES),
+    *,
+    real: bool = False,
 ) -> Callable[[Callable[[Any], Any]], click.Command]:
     """The command of a function that checks what was asked for and says what is measured, with the options of
     its plan and those that all benchmarks have. The function `run` of its package's module `run` measures it,
@@ -224,6 +226,7 @@ def benchmark(
     Args:
       packaged: name of the model that is measured where none is given.
       shapes: that may be chosen instead.
+      real: whether a whole run measures SmolLM2 where none is given and it is there.
     """
     choices = [
         click.option(
@@ -231,7 +234,10 @@ def benchmark(
             "--model",
             type=PATH,
             metavar="MODEL",
-            help=f"A model's path or name, as of `jaxllm generate`.  [default: {packaged}]",
+            help="A model's path or name, as of `jaxllm generate`.  [default: "
+            + packaged
+            + ("; with --full SmolLM2, if its package is installed or --data has it" if real else "")
+            + "]",
         ),
         click.option(
             "--shape",
@@ -252,6 +258,10 @@ def benchmark(
             chosen = {key: value for key, value in given.items() if value not in (None, ())}
             sizes = dataclasses.replace(plan.quick() if quick else plan(), **chosen)
             with progress_bars() as progress:
+                if model is None and shape is None and real and not quick:
+                    from benchmarks.models import real_model
+
+                    model = real_model(getattr(sizes, "data", None))
                 found = None if shape is not None else find_model(model or packaged)
                 bench = Run(
                     plan=sizes,
@@ -265,7 +275,9 @@ def benchmark(
                 bench = ask(bench)
                 room = importlib.import_module(f"{ask.__module__}.run")
                 rows, draw = room.run(bench), getattr(room, "draw", None)
-            emit(name, rows, functools.partial(draw, kept=bench.kept) if draw and bench.kept else draw, **how)
+            drawn = functools.partial(draw, kept=bench.kept) if draw and bench.kept else draw
+            subject = shape or (found.stem if found is not None else "")
+            emit(name, rows, drawn, subject=subject, **how)
 
         declared = [
             click_option(plan, field.name, *field.metadata["flags"], **field.metadata["how"])

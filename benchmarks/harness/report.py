@@ -22,6 +22,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from jaxllm.serving.evaluation.intervals import bootstrap
 from jaxllm.serving.host.machine import cpu_features, usable_cores
 from jaxllm.version import __version__
 
@@ -135,19 +136,30 @@ def less_is_better(metric: str) -> bool:
 
 
 def emit(
-    bench: str, rows: Sequence[Row], draw: Draw | None = None, *, as_json: bool, plot: Path | None = None
+    bench: str,
+    rows: Sequence[Row],
+    draw: Draw | None = None,
+    *,
+    subject: str,
+    as_json: bool,
+    plot: Path | None = None,
 ) -> None:
-    """Prints the rows as a table or as JSON, and draws them into the folder `plot` if there is one, by `draw`
-    or as bars."""
+    """Prints the rows of a benchmark of a subject, a model or shape, as a table or as JSON, and draws them
+    into the folder `plot` if there is one, by `draw` or as bars."""
     about = machine()
     if as_json:
-        result = {"bench": bench, "machine": about, "rows": [dataclasses.asdict(r) for r in rows]}
+        result = {
+            "bench": bench,
+            "subject": subject,
+            "machine": about,
+            "rows": [dataclasses.asdict(r) for r in rows],
+        }
         click.echo(json.dumps(result))
     else:
         console = Console()
         # A file or pipe has no width; the usual 80 columns would break the rows.
         console.width = console.width if console.is_terminal else 180
-        table = Table(title=f"bench {bench} ({about['cpu']}, {about['cores']} cores)")
+        table = Table(title=f"bench {bench}, {subject} ({about['cpu']}, {about['cores']} cores)")
         noted = any(row.note for row in rows)
         for heading in ("case", "system", "metric", "value", "against", "ratio", *["note"] * noted):
             table.add_column(heading, justify="right" if heading in ("value", "ratio") else "left")
@@ -169,18 +181,6 @@ def _shown(row: Row) -> str:
     if row.unit == "share":
         return f"{100 * row.value:,.0f} %"
     return f"{row.value:,.{_DIGITS.get(row.metric, 1)}f} {row.unit}".rstrip()
-
-
-_DRAWS = 2000
-# Computes, from `[draws, N]` numbers of what was drawn, a value `[draws]` of each draw.
-Statistic = Callable[[np.ndarray], np.ndarray]
-
-
-def bootstrap(count: int, statistic: Statistic, *, draws: int = _DRAWS) -> tuple[float, float]:
-    """The middle 95 % of a statistic of `count` things drawn with replacement."""
-    drawn = np.random.default_rng(0).integers(0, count, (draws, count))
-    low, high = np.percentile(statistic(drawn), (2.5, 97.5))
-    return float(low), float(high)
 
 
 def median_ratio_interval(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float]:

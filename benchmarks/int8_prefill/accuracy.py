@@ -40,7 +40,7 @@ from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.programs.model import open_program
 from jaxllm.int8_prefill import calibration as fitted_by
-from jaxllm.int8_prefill.fitting import LEAST_TOKENS, fit_calibration, per_tensor_weights, whole_rows
+from jaxllm.int8_prefill.fitting import LEAST_TOKENS, fit_calibration, product_weights, whole_rows
 from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.int8_prefill.reference import integer_rule, plain_rule, scores_by_rule
 from jaxllm.models.parameters import Params, param_specs
@@ -65,7 +65,7 @@ class Subject:
 
 def subjects(model: Path, plan: Plan, stage: str, progress: Progress = silent) -> Iterator[Subject]:
     """The model as it is and with outliers put in, as the plan asks; `progress` is told of the stage."""
-    checkpoint = Checkpoint.find(model)
+    checkpoint = Checkpoint.find(model, progress)
     folder = checkpoint.folder(progress)
     cfg, files = checkpoint.cfg, read_tokenizer(folder)
     plain = {name: np.asarray(value, np.float32) for name, value in read_params(folder, cfg)}
@@ -115,7 +115,7 @@ def _subject(case: str, files: TokenizerFiles, cfg: ModelConfig, params: dict[st
     # The embeddings are the same for all quantizers.
     arrays = {name: value for name, value in params.items() if specs[name].role == "embed"}
     stored |= arrays
-    shared = jax.tree.map(jnp.asarray, per_tensor_weights(cfg, params))  # pyright: ignore[reportArgumentType]
+    shared = jax.tree.map(jnp.asarray, product_weights(cfg, params, per_tensor=True))  # pyright: ignore[reportArgumentType]
     floats = {name: jnp.asarray(value) for name, value in params.items()}
     return Subject(case, files, cfg, floats, stored, {**stored, **shared})
 

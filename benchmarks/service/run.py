@@ -111,7 +111,7 @@ def run(bench: Run[Plan]) -> list[Row]:
     with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as folder:
         given = servers.Conditions(
             model=model,
-            floats=Checkpoint.find(checkpoint_of).folder(progress)
+            floats=Checkpoint.find(checkpoint_of, progress).folder(progress)
             if any(isinstance(e, servers.LlamaServer) for e in systems)
             else None,
             weights=weights,

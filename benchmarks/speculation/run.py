@@ -39,6 +39,7 @@ from benchmarks.speculation import Plan
 from benchmarks.speculation import answers as replies
 from benchmarks.speculation import systems as rivals
 from jaxllm.bundle import Bundle, write_bundle
+from jaxllm.checkpoints.gguf_file import is_checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BudgetExceeded, ConfigError
 from jaxllm.models.features import require_decoder_alone
@@ -83,10 +84,13 @@ def run(bench: Run[Plan]) -> list[Row]:
         bench = bench.changed(judged=False)
         if "systems" in bench.plan.parts:
             bench.tell("without BLD and STI, whose answers are judged by Rouge: pip install 'jaxllm[bench]'")
-    model = bench.path()
+    model, nested = bench.path(), bench.plan.draft == "nested"
+    if is_checkpoint(model):
+        with open_model(model, weights="int8-nested" if nested else None, progress=bench.progress) as bundle:
+            model = bundle.path
     if bench.plan.enlarge:
         model = enlarged_bundle(model, bench.plan.enlarge, bench.progress)
-    draft = None if bench.plan.draft == "nested" else find_model(bench.plan.draft)
+    draft = None if nested else find_model(bench.plan.draft)
     rows: list[Row] = []
     target = open_model(model)
     # Small models have small windows.

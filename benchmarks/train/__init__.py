@@ -126,7 +126,7 @@ def train_command(
     from benchmarks.harness.report import emit
 
     rows, failed = run(names, words, out, minutes)
-    emit("train", rows, **how)
+    emit("train", rows, subject=", ".join(names), **how)
     if failed:
         raise JaxllmError(f"failed or not begun: {', '.join(failed)}")
 

@@ -127,6 +127,11 @@ def is_gguf(path: str | os.PathLike[str]) -> bool:
     return begins_with(Path(path), GGUF_MAGIC)
 
 
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a folder, such as Hugging Face's, or a GGUF file: what a bundle is prepared from."""
+    return Path(path).is_dir() or is_gguf(path)
+
+
 def gguf_parts(path: Path) -> list[Path]:
     """The paths of a file and, by their names, of the existing other parts of a split one."""
     named = _PART.fullmatch(path.name)

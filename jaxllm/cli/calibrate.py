@@ -89,9 +89,9 @@ def _max_loss_option(of: str, default: float) -> Callable[[Command], Command]:
 def prefill_command(model: Path, out: BundleOutput, *, max_loss: float, **given: Any) -> dict[str, Any]:
     """Calibrate a model for integer prefill on a text, and write the bundle.
 
-    Reads MODEL, a Hugging Face folder or an 8-bit bundle without experts. Finds activation scales and outlier
-    channels, and measures the loss of integer prefill on the text and on as much held-out text. Writes FILE,
-    an 8-bit bundle for `jaxllm generate --prefill int8`, and prints a JSON object.
+    Reads MODEL, a Hugging Face folder, a GGUF file or an 8-bit bundle without experts. Finds activation
+    scales and outlier channels, and measures the loss of integer prefill on the text and on as much held-out
+    text. Writes FILE, an 8-bit bundle for `jaxllm generate --prefill int8`, and prints a JSON object.
 
     \b
     Example:
@@ -112,9 +112,10 @@ def prefill_command(model: Path, out: BundleOutput, *, max_loss: float, **given:
 def contexts_command(model: Path, out: BundleOutput, **given: Any) -> dict[str, Any]:
     """Choose how contexts of a model are stored, by measured errors, and write the bundle.
 
-    Reads MODEL, a bundle. Measures in each layer how much each codec and width of keys and values changes the
-    output of attention, and how sensitive predictions are to that. Writes FILE, a bundle whose services store
-    contexts with the best codec and error-based widths, and prints a JSON object.
+    Reads MODEL, a bundle, a Hugging Face folder or a GGUF file. Measures in each layer how much each codec
+    and width of keys and values changes the output of attention, and how sensitive predictions are to that.
+    Writes FILE, a bundle whose services store contexts with the best codec and error-based widths, and prints
+    a JSON object.
 
     \b
     Example:
@@ -133,10 +134,10 @@ def contexts_command(model: Path, out: BundleOutput, **given: Any) -> dict[str, 
 def nested_command(model: Path, out: BundleOutput, **given: Any) -> dict[str, Any]:
     """Calibrate the upper 4 bits of nested weights on a text, for better drafts, and write the bundle.
 
-    Reads MODEL, a Hugging Face folder, or a bundle of int8-nested weights if there are no floats. Rounds
-    weights by the inputs of their products on the text: a weight between two upper values gets the one that
-    improves the products of the upper bits, and other weights compensate in both planes. Writes FILE, a
-    bundle of the same size, and prints a JSON object.
+    Reads MODEL, a Hugging Face folder, or a GGUF file or a bundle of int8-nested weights if there are no
+    floats. Rounds weights by the inputs of their products on the text: a weight between two upper values gets
+    the one that improves the products of the upper bits, and other weights compensate in both planes. Writes
+    FILE, a bundle of the same size, and prints a JSON object.
 
     \b
     Example:

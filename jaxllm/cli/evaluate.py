@@ -27,7 +27,7 @@ from jaxllm.tasks import TASKS
 if TYPE_CHECKING:
     from jaxllm.serving.engine.engine import Engine
 
-_COLUMNS = ("task", "score", "%", "chance", "majority", "examples", "skipped", "tokens", "seconds")
+_COLUMNS = ("task", "score", "level", "%", "95 %", "chance", "majority", "examples", "tokens", "seconds")
 
 
 class _TaskName(click.Choice[str]):
@@ -89,8 +89,9 @@ def _text_measure(name: str, line: str) -> Callable[[Command], click.Command]:
 
 @_text_measure(
     "perplexity",
-    "perplexity {0.perplexity:.4f}, {0.bits_per_byte:.4f} bits/byte over {0.tokens} tokens in {0.documents} "
-    "documents (windows of {0.window_tokens} tokens)",
+    "perplexity {0.perplexity:.4f} (95 % in [{0.interval[0]:.4f}, {0.interval[1]:.4f}]), "
+    "{0.bits_per_byte:.4f} bits/byte over {0.tokens} tokens in {0.documents} documents (windows of "
+    "{0.window_tokens} tokens)",
 )
 @_window_option
 @click.option(
@@ -175,6 +176,10 @@ def routing_command(engine: "Engine", documents: list[str], *, choice: ModelChoi
     metavar="N",
     help="Ask a fixed sample of N questions per task.  [default: all]",
 )
+@click.option(
+    "--each-level", is_flag=True, help="Measure every level of an elastic bundle, the whole model first."
+)
+@path_option("--text", help="Measure the perplexity of this UTF-8 text, too.")
 @path_option("--predictions", help="Write every answer to FILE, one JSON line per question.")
 @prefill_option(
     "Feed questions in floats, in 8-bit integers (requires a bundle of `jaxllm calibrate prefill`), or in "
@@ -187,16 +192,20 @@ def tasks_command(
     data: Path,
     names: tuple[str, ...],
     limit: int | None,
+    each_level: bool,
+    text: Path | None,
     predictions: Path | None,
     as_json: bool,
 ) -> None:
     """Measure how many questions of tasks a model answers right.
 
-    Reads the tasks' validation questions from DIR and writes a row of scores per task.
+    Reads the tasks' validation questions from DIR and writes a row of scores per task and level, with their
+    95 % intervals.
 
     \b
     Example:
       jaxllm eval tasks --data DIR --task sentiment --task news --limit 200
+      jaxllm eval tasks --data DIR --task arc-easy --each-level --text text.txt
     """
     from jaxllm.serving.evaluation.tasks import (
         ALL,
@@ -206,6 +215,7 @@ def tasks_command(
         write_predictions,
     )
     from jaxllm.serving.evaluation.tasks import as_json as results_json
+    from jaxllm.serving.evaluation.texts import perplexity
     from jaxllm.tasks import find_task
     from jaxllm.tasks.rouge import require_rouge
 
@@ -214,26 +224,39 @@ def tasks_command(
     questions = read_questions(names or (ALL,), data, limit or 0)
     if any(find_task(name).score == "rouge" for name in questions.examples):
         require_rouge()
-    results, answers = [], []
+    read = None if text is None else read_text(text)
+    results, answers, texts = [], [], []
     with progress_bars() as progress:
-        engine = choice.open(progress, warm_up=False)
-        for name, examples in questions.examples.items():
-            result, made = run_task(engine, find_task(name), examples, progress)
-            results.append(result)
-            answers += made
+        engine = choice.open(progress, warm_up=False, each_level=each_level)
+        for each in [engine, *(engine.at(level) for level in engine.levels[-2::-1] if each_level)]:
+            for name, examples in questions.examples.items():
+                result, made = run_task(each, find_task(name), examples, progress)
+                results.append(result)
+                answers += [{"level": each.level, **prediction} for prediction in made]
+            if read is not None:
+                texts.append(perplexity(each, [read], progress=progress))
     if predictions is not None:
         write_predictions(predictions, answers)
     if as_json:
-        print_json({**_names(engine), "tasks": results_json(results), "missing": list(questions.missing)})
+        found = {"tasks": results_json(results), "texts": [dataclasses.asdict(each) for each in texts]}
+        print_json({**_names(engine), **found, "missing": list(questions.missing)})
         return
     rows: list[Sequence[str]] = []
     for result in results:
         shares = (_percent(result.chance), _percent(result.majority))
-        counts = [f"{count:,}" for count in (result.examples, result.skipped, result.tokens)]
-        first, *others = list(result.scores.items()) or [("nothing fits", None)]
-        rows.append((result.task, first[0], _percent(first[1]), *shares, *counts, f"{result.seconds:.1f}"))
-        rows += [("", measure, _percent(value)) for measure, value in others]
+        counts = [f"{count:,}" for count in (result.examples, result.tokens)]
+        rest, lead = (*shares, *counts, f"{result.seconds:.1f}"), result.task
+        for measure, value in result.scores.items() or [("nothing fits", None)]:
+            low, high = (_percent(each) for each in result.intervals.get(measure, (None, None)))
+            rows.append((lead, measure, str(result.level), _percent(value), f"{low}-{high}", *rest))
+            lead, rest = "", ()
     print_columns(_COLUMNS, rows, texts=2)
+    for found in texts:
+        low, high = found.interval
+        click.echo(
+            f"Level {found.level}: perplexity {found.perplexity:.3f} ({low:.3f} to {high:.3f}) over "
+            f"{found.tokens:,} tokens."
+        )
     if skipped := sum(result.skipped for result in results):
         click.echo(f"{skipped} questions are longer than the context and were skipped.")
     if questions.missing:

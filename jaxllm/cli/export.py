@@ -167,11 +167,11 @@ def export_command(
 ) -> None:
     """Export a model as programs that run without our model code, or as a model for other engines.
 
-    Reads BUNDLE, a file or the name of a packaged model, and writes a folder of programs with their weights,
-    manifest and tokenizer (`jaxllm generate --program` runs stablehlo and tflite), or one LiteRT-LM file.
-    Each program is tested before it is stored. As hf or gguf, a level of an elastic bundle is a plain model,
-    narrowed to the level's units. For the folder of a training run, the best checkpoint so far is written as
-    hf.
+    Reads BUNDLE, a file or the name of a packaged model, a Hugging Face folder or a GGUF file, which is
+    prepared first, and writes a folder of programs with their weights, manifest and tokenizer (`jaxllm
+    generate --program` runs stablehlo and tflite), or one LiteRT-LM file. Each program is tested before it is
+    stored. As hf or gguf, a level of an elastic bundle is a plain model, narrowed to the level's units. For
+    the folder of a training run, the best checkpoint so far is written as hf.
 
     \b
     Example:
@@ -199,10 +199,12 @@ def export_command(
         _export_plain(bundle, output, kind, precision, shapes["levels"], adapter)
         return
     # Imported here, so that --help and usage errors do not wait.
+    from jaxllm.checkpoints.gguf_file import is_checkpoint
     from jaxllm.export import quantized
     from jaxllm.export.signatures import ExportPlan
     from jaxllm.export.stablehlo import DTYPES, export_stablehlo
     from jaxllm.export.subject import AdapterOptions, read_subject
+    from jaxllm.serving.ground.bundles import open_model
 
     for name in ("chunk_tokens", "verify_tokens", "levels", "cache_tokens"):
         shapes[name] = tuple(sorted(set(shapes[name])))
@@ -216,6 +218,10 @@ def export_command(
     require_contents(kind, plan, levels=len(plan.levels), adapters=inputs is not None)
     # Fail before anything is read, also for extras that are not imported yet.
     require_format(kind)
+    if is_checkpoint(bundle):
+        # Programs hold floats, or quantize them once.
+        with open_model(bundle, weights="f32") as opened:
+            bundle = opened.path
     subject = read_subject(
         bundle, levels=plan.levels, adapter=adapter, dtype=DTYPES.get(precision), inputs=inputs
     )
@@ -249,15 +255,15 @@ def _export_plain(
             raise click.UsageError(f"--{name.split('_')[0]} options shape programs; --format {kind} has none")
     if len(levels) > 1:
         raise click.UsageError(f"--format {kind} writes one model; give one --level")
-    from jaxllm.bundle import Bundle
     from jaxllm.config import FULL_LEVEL
     from jaxllm.export.gguf_file import write_plain_gguf
     from jaxllm.export.plain_model import read_plain, write_plain_folder
     from jaxllm.models.parameters import parameter_count
+    from jaxllm.serving.ground.bundles import open_model
 
     require_format(kind)
     write = write_plain_folder if kind == "hf" else write_plain_gguf
-    with Bundle.open(path) as bundle:
+    with open_model(path) as bundle:
         model = read_plain(bundle, level=levels[0] if levels else FULL_LEVEL, adapter=adapter)
         written = parameter_count(write(output, model, precision))
     files = output.iterdir() if output.is_dir() else [output]

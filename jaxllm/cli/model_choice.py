@@ -114,11 +114,14 @@ class ModelChoice:
         metavar="DIR",
     )
 
-    def open(self, progress: Progress, *, warm_up: bool = True, images: bool = False) -> "Engine":
-        """Opens the chosen engine; for prompts with images if `images`.
+    def open(
+        self, progress: Progress, *, warm_up: bool = True, images: bool = False, each_level: bool = False
+    ) -> "Engine":
+        """Opens the chosen engine; for prompts with images if `images`, with every level if `each_level`.
 
         Raises:
-          ConfigError: the choice is an exported program, with options that only a bundle has.
+          ConfigError: the choice is an exported program, with options that only a bundle has; or it has one
+            level, and every level was asked for.
         """
         if self.program is not None:
             if images:
@@ -143,6 +146,7 @@ class ModelChoice:
             ),
             experts=ExpertOptions(loss=self.expert_loss),
             prompt_embeddings=images,
+            levels=self._every_level() if each_level else (),
         )
         engine = self._open(
             self.model,
@@ -156,6 +160,19 @@ class ModelChoice:
         if self.prefill == "auto":
             _choose_prefill(engine)
         return engine
+
+    def _every_level(self) -> tuple[int, ...]:
+        from jaxllm.serving.ground.bundles import levels_of
+
+        if self.level != _WHOLE:
+            raise ConfigError(f"--each-level measures every level; leave --level {self.level} out")
+        levels = levels_of(self.model)
+        if not levels:
+            raise ConfigError(
+                f"{self.model or 'the model'} has no levels; make an elastic bundle with `jaxllm "
+                "elasticize`, or leave --each-level out"
+            )
+        return levels
 
     def open_other(self, model: Path, progress: Progress) -> "Engine":
         """Opens another model, with these options except adapter, level, memory and draft."""

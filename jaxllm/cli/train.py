@@ -132,9 +132,9 @@ def lora_command(
 ) -> None:
     """Train a low-rank adapter of a model, into a folder in PEFT's layout.
 
-    Reads MODEL, a Hugging Face folder or a bundle, whose weights are frozen, and the recipe's data; for an
-    encoder-decoder (T5, mT5, Switch Transformers) pairs of sources and targets. Writes RUN/adapter and prints
-    its path; `jaxllm generate --adapter RUN/adapter` runs it.
+    Reads MODEL, a Hugging Face folder, a GGUF file or a bundle, whose weights are frozen, and the recipe's
+    data; for an encoder-decoder (T5, mT5, Switch Transformers) pairs of sources and targets. Writes
+    RUN/adapter and prints its path; `jaxllm generate --adapter RUN/adapter` runs it.
 
     \b
     Example:

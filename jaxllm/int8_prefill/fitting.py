@@ -45,14 +45,14 @@ def whole_rows(tokens: Sequence[int] | np.ndarray, length: int) -> list[np.ndarr
     return list(row[: len(row) // length * length].reshape(-1, length))
 
 
-def per_tensor_weights(cfg: ModelConfig, floats: Params) -> dict[str, BlockedArray]:
-    """The weights of all products at 8 bits with one scale per tensor, by name, on the host."""
+def product_weights(cfg: ModelConfig, floats: Params, *, per_tensor: bool) -> dict[str, BlockedArray]:
+    """The weights of all products at 8 bits with one scale per channel or tensor, by name, on the host."""
     found = {}
     for layer, product in itertools.product(range(cfg.layers), range(len(PRODUCTS))):
         axis = -1 if contracts_last_axis(product) else -2
         for name in product_names(layer, product, cfg):
             weight = np.asarray(floats[name], np.float32)
-            found[name] = to_blocks(quantize(weight, bits=8, axis=axis, per_tensor=True))
+            found[name] = to_blocks(quantize(weight, bits=8, axis=axis, per_tensor=per_tensor))
     return found
 
 

@@ -39,6 +39,19 @@ class Branching:
         return len(self.trunk) + sum(map(len, self.branches)) - len(self.branches)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class BranchScores:
+    """The scores of a question's branches.
+
+    Attributes:
+      sums: `[branches]` float64, natural log-probability of each, summed over its tokens.
+      greedy: `[branches]` bool, whether each of its tokens is the likeliest after those before it.
+    """
+
+    sums: np.ndarray
+    greedy: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """A question, with as many of its branches as fit into a row.
@@ -180,35 +193,40 @@ def pack(pieces: Sequence[Piece], rows: int, length: int) -> Iterator[Packed]:
         yield packed
 
 
+# Computes the log-probabilities of a dispatch's real targets, and whether each is the likeliest, `[count]`.
+Dispatch = Callable[[Packed], tuple[np.ndarray, np.ndarray]]
+
+
 def score_pieces(
     questions: Sequence[Branching],
     pieces: Mapping[int, Sequence[Piece]],
     rows: Mapping[int, int],
-    dispatch: Callable[[Packed], np.ndarray],
+    dispatch: Dispatch,
     on_scored: Callable[[int, int], None] | None = None,
-) -> list[np.ndarray]:
-    """Natural log-probability, summed over tokens, of each branch of each question.
+) -> list[BranchScores]:
+    """Scores each branch of each question.
 
     Args:
       questions: any number, in any order.
       pieces: result of `cut`.
       rows: length of a row -> number of rows per dispatch.
-      dispatch: computes the log-probabilities of a dispatch's real targets, `[count]`.
+      dispatch: see `Dispatch`.
       on_scored: callback for (scored tokens, all tokens) after each dispatch.
-
-    Returns:
-      For each question `[branches]` float64.
     """
     counts = [len(question.branches) for question in questions]
-    sums = np.zeros(sum(counts))
+    sums, greedy = np.zeros(sum(counts)), np.ones(sum(counts), bool)
     done, total = 0, sum(len(branch) for question in questions for branch in question.branches)
     for length, group in pieces.items():
         for packed in pack(group, rows[length], length):
-            np.add.at(sums, packed.owners[: packed.count], dispatch(packed).astype(np.float64))
+            owners = packed.owners[: packed.count]
+            scores, likeliest = dispatch(packed)
+            np.add.at(sums, owners, scores.astype(np.float64))
+            np.logical_and.at(greedy, owners, likeliest)
             done += packed.count
             if on_scored is not None:
                 on_scored(done, total)
-    return np.split(sums, np.cumsum(counts)[:-1]) if counts else []
+    cuts = np.cumsum(counts)[:-1]
+    return list(map(BranchScores, np.split(sums, cuts), np.split(greedy, cuts))) if counts else []
 
 
 def _split(

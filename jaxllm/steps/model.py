@@ -241,7 +241,7 @@ def score_branches(
     *,
     cfg: ModelConfig,
     dtype: DTypeLike,
-) -> jax.Array:
+) -> tuple[jax.Array, jax.Array]:
     """Log-probabilities of tokens in many short documents, each with several ends, in one dispatch.
 
     Args:
@@ -251,21 +251,24 @@ def score_branches(
       scored: tokens to score.
 
     Returns:
-      `[P]` float32 natural logarithms; zeros after the last block with a valid target.
+      `[P]` float32 natural logarithms, and `[P]` bool, whether no other token is likelier; zeros after the
+      last block with a valid target.
     """
     hidden = forward_documents(params, tokens, starts, branches, cfg=cfg, dtype=dtype, differentiable=False)
     hidden = hidden.reshape(-1, hidden.shape[-1])
 
-    def block(index: jax.Array, scores: jax.Array) -> jax.Array:
+    def block(index: jax.Array, found: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         at = index * SCORE_BLOCK
         rows = hidden[jax.lax.dynamic_slice_in_dim(jnp.asarray(scored.places), at, SCORE_BLOCK)]
         goals = jax.lax.dynamic_slice_in_dim(jnp.asarray(scored.targets), at, SCORE_BLOCK)
         out = logits(params, rows, cfg=cfg)
         chosen = jnp.take_along_axis(out, goals[:, None], axis=-1)[:, 0]
-        scores_here = chosen - jax.nn.logsumexp(out, axis=-1)
-        return jax.lax.dynamic_update_slice_in_dim(scores, scores_here, at, axis=0)
+        here = chosen - jax.nn.logsumexp(out, axis=-1), chosen >= out.max(axis=-1)
+        update = jax.lax.dynamic_update_slice_in_dim
+        return update(found[0], here[0], at, axis=0), update(found[1], here[1], at, axis=0)
 
     # By blocks, so that the logits of all targets are never in memory together, and none are computed for
     # padding.
     blocks = (scored.count + SCORE_BLOCK - 1) // SCORE_BLOCK
-    return jax.lax.fori_loop(0, blocks, block, jnp.zeros(scored.places.shape, jnp.float32))
+    size = scored.places.shape
+    return jax.lax.fori_loop(0, blocks, block, (jnp.zeros(size, jnp.float32), jnp.zeros(size, bool)))

@@ -13,7 +13,7 @@ from jaxllm.registry import Registry
 from jaxllm.tasks import readers
 from jaxllm.tasks.readers import Reader, multiple_choice, split_files
 
-Score = Literal["accuracy", "exact_match", "rouge"]
+Score = Literal["accuracy", "continuation", "exact_match", "rouge"]
 SUFFIX = ".jsonl"
 
 
@@ -25,8 +25,8 @@ class Task:
       name: name for users.
       title: one-line title.
       read: function from (folder of all data, split) to its examples.
-      score: scoring of answers: by the most likely option, by equality of a free answer with the right one,
-        or by ROUGE.
+      score: scoring of answers: by the most likely option, by whether the right answer is the greedy
+        continuation, by equality of a free answer with the right one, or by ROUGE.
       per_byte: whether options are compared by likelihood per byte, for options of very different lengths.
       answer_tokens: maximum number of tokens of a free answer.
     """
@@ -64,7 +64,7 @@ _OWN = (
         split_files("tasks/openbookqa", multiple_choice),
         per_byte=True,
     ),
-    Task("lambada", "a passage's last word", readers.read_last_words, "exact_match", answer_tokens=8),
+    Task("lambada", "a passage's last word", readers.read_last_words, "continuation"),
 )
 TASKS: Registry[Task] = Registry("jaxllm.tasks", {task.name: task for task in _OWN})
 

@@ -1,5 +1,5 @@
-"""Runs a model on tasks: scores options, many questions a dispatch, each fed once for all of its options;
-generates free answers greedily; writes results.
+"""Runs a model on tasks: scores options and continuations, many questions a dispatch, each fed once for all
+of its options; generates free answers greedily; writes results.
 """
 
 import dataclasses
@@ -19,10 +19,11 @@ from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.files.atomic import atomic_file
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.evaluation.intervals import Interval, mean_interval
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.serving.runners.scorer import Scorer
-from jaxllm.steps.branching import Branching, cut, row_lengths, score_pieces
+from jaxllm.steps.branching import Branching, BranchScores, cut, row_lengths, score_pieces
 from jaxllm.tasks import TASKS, Task, find_task
 from jaxllm.tasks.example import DataMissing, TaskExample, pseudo_random
 from jaxllm.tasks.questions import branching
@@ -37,7 +38,19 @@ def score_options(
     progress: Progress | None = None,
     stage: str = "score",
 ) -> list[np.ndarray]:
-    """Log-probability (natural, summed over tokens) of every branch of every question.
+    """Log-probability (natural, summed over tokens) of every branch of every question, for each question
+    `[branches]` float64 (see `score_branches_of`)."""
+    return [each.sums for each in score_branches_of(engine, questions, progress=progress, stage=stage)]
+
+
+def score_branches_of(
+    engine: Engine,
+    questions: Sequence[Branching],
+    *,
+    progress: Progress | None = None,
+    stage: str = "score",
+) -> list[BranchScores]:
+    """Scores every branch of every question.
 
     Keys and values stay within a dispatch, in the activations' dtype; an engine's cache may be narrower. An
     engine with integer prefill prefills each trunk in integers, and feeds its branches after it in the cache.
@@ -47,9 +60,6 @@ def score_options(
       questions: any number, in any order.
       progress: callback for (`stage`, tokens scored, tokens in all).
       stage: name of the progress.
-
-    Returns:
-      For each question `[branches]` float64.
 
     Raises:
       ContextOverflow: a trunk with a branch is longer than the context.
@@ -72,8 +82,8 @@ def score_options(
 
 def _behind_prompts(
     scorer: Scorer, questions: Sequence[Branching], progress: Progress | None, stage: str
-) -> list[np.ndarray]:
-    """`score_options` with trunks prefilled as prompts are."""
+) -> list[BranchScores]:
+    """`score_branches_of` with trunks prefilled as prompts are."""
     runner = scorer.runner
     context = runner.options.context_tokens
     scorer.prepare_ends(runner.cache_for(context), progress)
@@ -82,15 +92,17 @@ def _behind_prompts(
     found, done, total = [], 0, sum(question.fed_tokens for question in questions)
     for question in questions:
         logits, cache = prefill_prompt(runner, runner.start(context), question.trunk, 0)
-        row, sums = np.asarray(logits, np.float64)[0], []
+        row, sums, greedy = np.asarray(logits, np.float64)[0], [], []
         normalizer = np.logaddexp.reduce(row)
         for branch in question.branches:
-            score = row[branch[0]] - normalizer
+            score, likeliest = row[branch[0]] - normalizer, bool(row[branch[0]] >= row.max())
             if len(branch) > 1:
-                more, cache = scorer.score_end(branch[:-1], branch[1:], cache)
+                more, best, cache = scorer.score_end(branch[:-1], branch[1:], cache)
                 score += more.sum(dtype=np.float64)
+                likeliest = likeliest and np.array_equal(best, branch[1:])
             sums.append(score)
-        found.append(np.array(sums))
+            greedy.append(likeliest)
+        found.append(BranchScores(np.array(sums), np.array(greedy)))
         done += question.fed_tokens
         if progress is not None:
             progress(stage, done, total)
@@ -107,10 +119,12 @@ class TaskResult:
 
     Attributes:
       task: name of the task.
+      level: the level that answered, in percent.
       scores: means over the questions, in [0, 1], the main one first: `accuracy` (and, if options differ
         much in length, `accuracy_per_byte`, by log-probability per byte of the option), `exact_match`, or
         `rouge1`, `rouge2` and `rougeL` (F1, with the best of several references). Empty if no question was
         asked.
+      intervals: the 95 % interval of each score (see `jaxllm.serving.evaluation.intervals`).
       examples: number of questions asked.
       skipped: number of questions that do not fit the context with their answer.
       chance: accuracy of guessing; None for free answers.
@@ -120,7 +134,9 @@ class TaskResult:
     """
 
     task: str
+    level: int
     scores: dict[str, float]
+    intervals: dict[str, Interval]
     examples: int
     skipped: int
     chance: float | None
@@ -177,14 +193,17 @@ def run_task(
     Raises:
       ConfigError: Rouge is required and not installed.
     """
-    run = _choose if task.score == "accuracy" else _write
+    run = {"accuracy": _choose, "continuation": _continue}.get(task.score, _write)
     fitting, predictions, tokens, seconds = run(engine, task, examples, progress)
     measures = [name for name in predictions[0] if name in _MEASURES] if predictions else []
     with_options = task.score == "accuracy" and bool(fitting)
+    values = {name: np.array([each[name] for each in predictions]) for name in measures}
     answers = Counter(example.answer for example in fitting)
     result = TaskResult(
         task=task.name,
-        scores={name: float(np.mean([each[name] for each in predictions])) for name in measures},
+        level=engine.level,
+        scores={name: float(np.mean(each)) for name, each in values.items()},
+        intervals={name: mean_interval(each) for name, each in values.items()},
         examples=len(fitting),
         skipped=len(examples) - len(fitting),
         chance=float(np.mean([1 / len(example.options) for example in fitting])) if with_options else None,
@@ -209,18 +228,10 @@ _Run = tuple[list[TaskExample], list[Prediction], int, float]
 
 def _choose(engine: Engine, task: Task, examples: Sequence[TaskExample], progress: Progress | None) -> _Run:
     """Chooses the most likely option; of equally likely ones the first."""
-    built_ms = engine.runner.buckets.build_ms
-    began = time.perf_counter()
-    now = datetime.now()
-    end = end_of_turn_id(engine.tokenizer, now=now)
-    questions = [branching(engine.tokenizer, example, end, now=now) for example in examples]
-    context = engine.options.context_tokens
-    kept = [pair for pair in zip(examples, questions, strict=True) if pair[1].longest_tokens <= context]
-    fitting, questions = [example for example, _ in kept], [question for _, question in kept]
-    scores = score_options(engine, questions, progress=progress, stage=task.name)
-    seconds = time.perf_counter() - began - (engine.runner.buckets.build_ms - built_ms) / 1000
+    fitting, scores, tokens, seconds = _scored(engine, task, examples, progress)
     predictions = []
-    for example, each in zip(fitting, scores, strict=True):
+    for example, found in zip(fitting, scores, strict=True):
+        each = found.sums
         chosen = example.options[int(np.argmax(each))]
         prediction = _asked(task, example) | {
             "options": list(example.options),
@@ -234,7 +245,36 @@ def _choose(engine: Engine, task: Task, examples: Sequence[TaskExample], progres
             prediction["prediction_per_byte"] = chosen
             prediction["accuracy_per_byte"] = float(chosen == example.answer)
         predictions.append(prediction)
-    return fitting, predictions, sum(question.fed_tokens for question in questions), seconds
+    return fitting, predictions, tokens, seconds
+
+
+def _continue(engine: Engine, task: Task, examples: Sequence[TaskExample], progress: Progress | None) -> _Run:
+    """Judges whether the model would continue with the right answer, each of its tokens the likeliest."""
+    alone = [dataclasses.replace(example, options=(example.answer,)) for example in examples]
+    fitting, scores, tokens, seconds = _scored(engine, task, alone, progress)
+    predictions = [
+        _asked(task, example)
+        | {"log_probability": round(float(each.sums[0]), 5), "accuracy": float(each.greedy[0])}
+        for example, each in zip(fitting, scores, strict=True)
+    ]
+    return fitting, predictions, tokens, seconds
+
+
+def _scored(
+    engine: Engine, task: Task, examples: Sequence[TaskExample], progress: Progress | None
+) -> tuple[list[TaskExample], list[BranchScores], int, float]:
+    """The examples that fit the context, the scores of their options, tokens and seconds."""
+    built_ms = engine.runner.buckets.build_ms
+    began = time.perf_counter()
+    now = datetime.now()
+    end = end_of_turn_id(engine.tokenizer, now=now)
+    questions = [branching(engine.tokenizer, example, end, now=now) for example in examples]
+    context = engine.options.context_tokens
+    kept = [pair for pair in zip(examples, questions, strict=True) if pair[1].longest_tokens <= context]
+    fitting, questions = [example for example, _ in kept], [question for _, question in kept]
+    scores = score_branches_of(engine, questions, progress=progress, stage=task.name)
+    seconds = time.perf_counter() - began - (engine.runner.buckets.build_ms - built_ms) / 1000
+    return fitting, scores, sum(question.fed_tokens for question in questions), seconds
 
 
 def _write(engine: Engine, task: Task, examples: Sequence[TaskExample], progress: Progress | None) -> _Run:

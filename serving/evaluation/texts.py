@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.evaluation.intervals import Interval, perplexity_interval
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.serving.speculation.drafters import high_planes_runner
@@ -34,6 +35,8 @@ class Perplexity:
       tokens: number of predicted tokens (the first of each document is given, not predicted).
       documents: number of documents.
       window_tokens: maximum number of tokens of context of a prediction.
+      level: the level that predicted, in percent.
+      interval: the perplexity's 95 % interval (see `jaxllm.serving.evaluation.intervals`).
     """
 
     perplexity: float
@@ -41,6 +44,8 @@ class Perplexity:
     tokens: int
     documents: int
     window_tokens: int
+    level: int
+    interval: Interval
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +120,10 @@ def perplexity(
     runner = high_planes_runner(engine.model) if high_planes else engine.runner
     scorer = Scorer(runner)
     scorer.prepare(window, progress)
-    loss = 0.0
-    for tokens, targets in _reported(windows, progress):
-        loss -= float(scorer.score(tokens, targets).sum(dtype="float64"))
+    losses = -np.concatenate(
+        [scorer.score(*each).astype(np.float64) for each in _reported(windows, progress)]
+    )
+    loss = float(losses.sum())
     size_bytes = sum(len(text.encode()) for text in documents)
     return Perplexity(
         perplexity=math.exp(loss / total),
@@ -125,6 +131,8 @@ def perplexity(
         tokens=total,
         documents=len(documents),
         window_tokens=window,
+        level=engine.level,
+        interval=perplexity_interval(losses),
     )
 
 

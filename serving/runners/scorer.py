@@ -59,7 +59,7 @@ class BranchesBucket(RoutingBucket):
     """Scores tokens of packed documents with many ends (see `steps.model.score_branches`)."""
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(params, tokens, starts, branches, scored) -> log-probabilities."""
+        """(params, tokens, starts, branches, scored) -> log-probabilities, whether each is the likeliest."""
         rows: Any = ids(self.rows, self.tokens)
         flat: Any = ids(target_room(self.rows, self.tokens))
         count: Any = SCALAR
@@ -150,7 +150,7 @@ class Scorer:
 
     def score_end(
         self, tokens: Sequence[int], targets: Sequence[int], cache: KVCache
-    ) -> tuple[np.ndarray, KVCache]:
+    ) -> tuple[np.ndarray, np.ndarray, KVCache]:
         """`predict` of one of several ends of the text in `cache`, and the cache for the next end.
 
         `cache` is donated; the result differs from it only in the attention mass.
@@ -158,9 +158,9 @@ class Scorer:
         require_feature(self.runner.cfg, "tasks")
         length = int(cache.length)
         chunks = plan_chunks(len(tokens), self.runner.options.chunk_tokens)
-        scores, _, cache = self._scored(tokens, targets, cache, chunks)
+        scores, best, cache = self._scored(tokens, targets, cache, chunks)
         # Rows after the length of a cache are never attended to.
-        return scores, dataclasses.replace(cache, length=np.int32(length))  # pyright: ignore
+        return scores, best, dataclasses.replace(cache, length=np.int32(length))  # pyright: ignore
 
     def embedding(self, tokens: Sequence[int]) -> "Embedding":
         """The embedding of a text, chunk by chunk.
@@ -170,13 +170,15 @@ class Scorer:
         """
         return Embedding(self.runner, tokens)
 
-    def score_branches(self, packed: Packed) -> np.ndarray:
-        """Natural log-probability of each of `packed`'s targets, `[count]` float32."""
+    def score_branches(self, packed: Packed) -> tuple[np.ndarray, np.ndarray]:
+        """Natural log-probability of each of `packed`'s targets, `[count]` float32, and whether no other
+        token is likelier, `[count]` bool."""
         rows, length = packed.tokens.shape
         compiled = self.runner.buckets.get(self._branches_bucket(length, rows))
         branches = Branches(trunk_ends=packed.trunk_ends, starts=packed.branch_starts)  # pyright: ignore
         out = compiled(self.runner.params, packed.tokens, packed.starts, branches, packed.scored)
-        return np.asarray(out)[: packed.count]
+        scores, likeliest = (np.asarray(each)[: packed.count] for each in out)
+        return scores, likeliest
 
     def route(self, tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """The experts `[L_sparse, B, T, k]` that tokens `[B, T]` of packed documents visit."""

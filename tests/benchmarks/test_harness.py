@@ -42,19 +42,20 @@ ROWS = [
 
 
 def test_rows_are_one_object_or_a_table_and_figures(tmp_path, capsys):
-    emit("engine", ROWS, as_json=True)
+    emit("engine", ROWS, subject="small", as_json=True)
     result = json.loads(capsys.readouterr().out)
-    assert set(result) == {"bench", "machine", "rows"}
+    assert set(result) == {"bench", "subject", "machine", "rows"}
+    assert result["subject"] == "small"
     assert (result["bench"], result["rows"]) == ("engine", [dataclasses.asdict(row) for row in ROWS])
     # The machine is described without its name.
     assert (result["machine"]["cores"] >= 1, result["machine"]["backend"]) == (True, "cpu")
     assert socket.gethostname() not in json.dumps(result["machine"])
-    emit("engine", ROWS, as_json=False)
+    emit("engine", ROWS, subject="small", as_json=False)
     text = capsys.readouterr().out
     assert all(part in text for part in ("1.50x", "10,000.0 tokens/s", "at its best"))
     pytest.importorskip("matplotlib")
     folder = options.check_plot(None, None, tmp_path / "figures")
-    emit("engine", ROWS, as_json=True, plot=folder)
+    emit("engine", ROWS, subject="small", as_json=True, plot=folder)
     drawn = {path.name: path.stat().st_size for path in (tmp_path / "figures").iterdir()}
     assert set(drawn) == {"engine_decode_tokens_per_s.png", "engine_ttft_ms.png"}
     assert min(drawn.values()) > 1000

@@ -13,14 +13,17 @@ from click.testing import CliRunner
 
 from benchmarks import samples, traces
 from benchmarks.experts.run import TaskPairs
-from benchmarks.models import Checkpoint, write_random
+from benchmarks.models import Checkpoint, float_params, real_model, write_random
 from benchmarks.speculation.answers import read_prompts
 from jaxllm.bundle import Bundle
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.cli.main import cli
 from jaxllm.elastic.slo import SLOS
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.export.gguf_file import write_plain_gguf
+from jaxllm.export.plain_model import read_plain
 from jaxllm.prepare import prepare
+from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.plan import Cost
 from jaxllm.serving.server.service import LLMService
@@ -55,6 +58,22 @@ def test_a_narrow_bundle_comes_back_as_what_it_stands_for(tmp_path):
         found.widths(("int4",))
     with pytest.raises(CheckpointError, match="no such file"):
         Checkpoint.find(tmp_path / "nowhere")
+
+
+def test_a_gguf_file_is_a_folder_of_its_numbers(tmp_path, monkeypatch):
+    with Bundle.open(write_tiny_bundle(tmp_path / "tiny.jaxllm", "f32")) as bundle:
+        path = tmp_path / "models" / "smollm2-135m-instruct" / "tiny.gguf"
+        path.parent.mkdir(parents=True)
+        write_plain_gguf(path, read_plain(bundle), "int8")
+    found = Checkpoint.find(path)
+    assert (found.widths(()), found.widths(("f32", "int4"))) == (("int8",), ("f32", "int4"))
+    with open_model(path) as bundle:
+        stored = float_params(bundle)
+    for name, value in read_params(found.folder(nothing), found.cfg):
+        np.testing.assert_array_equal(value, stored[name].reshape(value.shape))
+    # And by which name it is found.
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert (real_model(tmp_path), real_model(tmp_path / "models"), real_model(None)) == (path, None, None)
 
 
 def test_random_weights_are_the_same_each_time_and_make_a_model(tmp_path):

@@ -22,7 +22,7 @@ from benchmarks.int8_prefill.run import (
     stated_phone,
 )
 from jaxllm.int8_prefill.calibration import channel_tops, largest_of
-from jaxllm.int8_prefill.fitting import per_tensor_weights
+from jaxllm.int8_prefill.fitting import product_weights
 from jaxllm.int8_prefill.recipe import ORDERS
 from jaxllm.int8_prefill.reference import scores_by_rule
 from jaxllm.int8_prefill.schedule import PROCESSORS, lower_bound_ms, prompt_subgraphs, simulate
@@ -42,7 +42,7 @@ def errors() -> dict[str, float]:
     for name in QUANTIZERS:
         weights = stored()
         if name == PER_TENSOR:
-            shared = per_tensor_weights(TINY, outlying())
+            shared = product_weights(TINY, outlying(), per_tensor=True)
             weights = {**weights, **jax.tree.map(jnp.asarray, shared)}
         taken, make = rule_of(name, TINY, floats, weights, tops, calibrated(shadows=2), texts())
         run = jax.jit(

@@ -47,6 +47,24 @@ def test_a_level_answers_differently(run: Run, elastic: Path, bundle: Path) -> N
     failed(run("generate", "-m", bundle, "-p", "ab", "--level", 50), "has no levels")
 
 
+def test_every_level_is_evaluated(run: Run, elastic: Path, bundle: Path, data: Path) -> None:
+    (data / "text").write_text("hello the hello. " * 8)
+    base = ("eval", "tasks", "--data", data, "--task", "sentiment", "--each-level")
+    found = answer(run(*base, "-m", elastic, "--text", data / "text", "--json"))
+    assert (
+        [each["level"] for each in found["tasks"]] == [each["level"] for each in found["texts"]] == [100, 50]
+    )
+    whole, half = found["texts"]
+    for level, each in ((100, whole), (50, half)):
+        alone = answer(run("eval", "perplexity", data / "text", "-m", elastic, "--level", level, "--json"))
+        assert alone["perplexity"] == pytest.approx(each["perplexity"])
+        assert each["interval"][0] <= each["perplexity"] <= each["interval"][1]
+    assert whole["perplexity"] != half["perplexity"]
+    assert "Level 50: perplexity" in succeeded(run(*base, "-m", elastic, "--text", data / "text"))
+    failed(run(*base, "-m", bundle), "has no levels")
+    failed(run(*base, "-m", elastic, "--level", 50), "leave --level 50 out")
+
+
 def test_profile(run: Run, elastic: Path, tmp_path: Path) -> None:
     facts = answer(run("profile", elastic, "--repeats", 1, "--json"))
     assert facts["levels"] == [50, 100]

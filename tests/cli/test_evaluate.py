@@ -40,7 +40,8 @@ def test_perplexity(run: Run, bundle: Path, tmp_path: Path) -> None:
     assert (got["model"], got["weights"]) == ("tiny", "f32")
     assert (got["tokens"], got["documents"], got["window_tokens"]) == (tokens, 1, WINDOW)
     assert succeeded(run(*base)) == (
-        f"perplexity {got['perplexity']:.4f}, {got['bits_per_byte']:.4f} bits/byte over {tokens} tokens in "
+        f"perplexity {got['perplexity']:.4f} (95 % in [{got['interval'][0]:.4f}, "
+        f"{got['interval'][1]:.4f}]), {got['bits_per_byte']:.4f} bits/byte over {tokens} tokens in "
         f"1 documents (windows of {WINDOW} tokens)\n"
     )
     # Documents are scored apart; the last, blank one does not count.
@@ -65,9 +66,10 @@ def test_tasks(run: Run, home: Path, data: Path, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in said.read_text().splitlines()]
     assert [line["task"] for line in lines] == ["sentiment"] * 12 + ["arc-easy"] + ["lambada"] * 3
     for result in got["tasks"]:
-        measure = "exact_match" if result["task"] == "lambada" else "accuracy"
-        mine = [line[measure] for line in lines if line["task"] == result["task"]]
-        assert result[measure] == pytest.approx(sum(mine) / len(mine))
+        mine = [line["accuracy"] for line in lines if line["task"] == result["task"]]
+        assert result["accuracy"] == pytest.approx(sum(mine) / len(mine))
+        low, high = result["intervals"]["accuracy"]
+        assert 0 <= low <= result["accuracy"] <= high <= 1
     first = lines[0]
     best = max(range(2), key=first["log_probabilities"].__getitem__)
     assert first["prediction"] == first["options"][best]

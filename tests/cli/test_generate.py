@@ -233,7 +233,7 @@ def test_what_cannot_be_exported(run: Run, bundle: Path, tmp_path: Path) -> None
     failed(run("export", bundle, "-o", tmp_path), "exists already")
     failed(run("export", bundle, "-o", out, "--context", WINDOW + 1), f"window of {WINDOW}")
     failed(run("export", bundle, "-o", out, "--level", 30), "no levels")
-    failed(run("export", tmp_path, "-o", out), "jaxllm prepare")
+    failed(run("export", tmp_path, "-o", out), "config.json")
     for options in (
         ("--format", "tflite", "--precision", "w8a8"),
         ("--format", "tflite", "--platform", "cpu"),

@@ -1,6 +1,7 @@
 """The tiny models of which goldens are kept, each written when it is first asked for."""
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -20,12 +21,15 @@ from jaxllm.experts.prediction import count_paths, count_tokens
 from jaxllm.models.lora import LoraConfig
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.tiny_lm import TlmConfig, init_tlm
+from jaxllm.prepare import prepare
 from tests.int8_prefill.calibrated import calibrated, outlying
 from tests.models.test_lora import random_adapter
 from tests.tiny import TINY, tiny_params, write_tiny_bundle
 from tests.tiny_tlm import ENCODER
 
 LADDER = Ladder(levels=(20, 50, 100))
+_DATA = Path(os.environ.get("JAXLLM_DATA", Path(__file__).parents[3] / "shared" / "data"))
+SMOLLM2 = _DATA / "models" / "smollm2-135m-instruct" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 # Layers of two kinds.
 CFG = dataclasses.replace(TINY, heads=8, kv_heads=4, ffn_size=192, attention_windows=(0, 24))
 # So many that some can be read while others are in memory.
@@ -115,6 +119,13 @@ class Bundles:
     def calibrated(self) -> Path:
         """With outliers, and a shadow in one of two layers."""
         return self._write("calibrated", "int8", TINY, params=outlying(), parts=prefill_parts(calibrated()))
+
+    def smollm2(self, weights: WeightFormat) -> Path:
+        """SmolLM2-135M-Instruct, with a level of half of its units as they come."""
+        path = self.folder / f"smollm2-{weights}.jaxllm"
+        if not path.exists():
+            prepare(SMOLLM2, path, weights=weights, parts=elastic_parts(Ladder(levels=(50, 100))))
+        return path
 
     def adapter(self, seed: int) -> Path:
         """A low-rank adapter of `elastic`."""

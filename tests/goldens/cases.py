@@ -1,11 +1,11 @@
 """All cases, by name, and where their answers can be compared.
 
 A case's name is the golden's file, a dash and its name in there. Cases read the same prompts, so that answers
-of runners that must agree can be compared by eye. Every model is tiny and random, or packaged.
+of runners that must agree can be compared by eye. Every model is tiny and random, or packaged, or SmolLM2.
 
 Recorded are the answers of the native kernels for AVX-512. Models are so sure of theirs that no token hangs
 on the order in which floats are summed: other instruction sets, other processors and any number of threads
-give the same, with two exceptions that `reason_to_skip` names.
+give the same, with three exceptions that `reason_to_skip` names.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ import numpy as np
 from jaxllm.kernels import native
 from jaxllm.serving.engine.engine import Engine
 from tests.goldens import opening
-from tests.goldens.bundles import Bundles
+from tests.goldens.bundles import SMOLLM2, Bundles
 from tests.goldens.opening import DRAWN, GREEDY, Answer
 
 PROMPT = "the hello there, hello the hello there"
@@ -502,6 +502,29 @@ def drafted_programs(models: Models, drafter: str) -> list[Answer]:
     ]
 
 
+CHAT = [
+    {"role": "system", "content": "You answer in short sentences."},
+    {"role": "user", "content": "Name three large cities of France, and say what each is known for."},
+]
+
+
+@cases(
+    {
+        "smollm2-int8": ("int8", 0.0, ()),
+        "smollm2-int4_min": ("int4-min", 0.0, ()),
+        "smollm2-streamed": ("int8", 0.8, ()),
+        "smollm2-level_50": ("int8", 0.0, (50,)),
+    }
+)
+def smollm2(models: Models, weights: Any, streamed: float, levels: tuple[int, ...]) -> list[Answer]:
+    """A real model in memory and from storage, and a level of it; in floats it is `tests/parity`'s."""
+    path = models.bundles.smollm2(weights)
+    engine = opening.open_streamed(path, streamed) if streamed else opening.open_engine(path, levels=levels)
+    with contextlib.closing(engine):
+        prompt = engine.tokenizer.encode_chat(CHAT)
+        return [each for level in (*levels, 100) for each in opening.both(engine, prompt, level=level)]
+
+
 _RECORDED_WITH = "avx512"
 # Weights in floats, or graphs of XLA's own.
 _WITHOUT_KERNELS = (
@@ -521,9 +544,11 @@ def reason_to_skip(name: str) -> str | None:
         return "takes two cores"
     if not kernels.native and name not in _WITHOUT_KERNELS:
         return "recorded with native kernels, which round activations to 8 bits as XLA does not"
-    if "int4" in name and kernels.name != _RECORDED_WITH:
+    if name.startswith("smollm2") and not SMOLLM2.is_file():
+        return "SmolLM2-135M-Instruct is missing"
+    if ("int4" in name or name.startswith("smollm2")) and kernels.name != _RECORDED_WITH:
         return (
-            f"recorded with {_RECORDED_WITH}: {kernels.name} sums groups of int4 weights in another order, "
+            f"recorded with {_RECORDED_WITH}: {kernels.name} sums groups of weights in another order, "
             "and activations then round to another step now and then"
         )
     return None

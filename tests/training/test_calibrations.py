@@ -11,11 +11,13 @@ import pytest
 from click.testing import CliRunner
 
 from jaxllm.bundle import Bundle
-from jaxllm.bundle.calibrations import prefill_facts, read_prefill
+from jaxllm.bundle.calibrations import has_channel_scales, prefill_facts, read_prefill
 from jaxllm.bundle.levels import elastic_parts, read_ladder
 from jaxllm.cli.main import cli
 from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.export.gguf_file import write_plain_gguf
+from jaxllm.export.plain_model import read_plain
 from jaxllm.int8_prefill.recipe import ShadowRecipe
 from jaxllm.int8_prefill.shadow import PRODUCTS, product_names
 from jaxllm.models.decoder import forward_documents
@@ -43,11 +45,19 @@ def text(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_folder(text, tmp_path):
-    """Its float rows are the checkpoint's, and channels with outliers are among them."""
-    folder = write_tiny_folder(tmp_path / "hf", params=outlying())
-    facts = calibrate_prefill(RECIPE, folder, BundleOutput(tmp_path / "m.jaxllm"), texts=[text])
+@pytest.mark.parametrize("gguf", [False, True])
+def test_a_folder_or_gguf_file(text, tmp_path, gguf):
+    """Its float rows are the checkpoint's, and channels with outliers are among them. Weights with groups
+    get one scale per channel."""
+    model = write_tiny_folder(tmp_path / "hf", params=outlying())
+    if gguf:
+        prepare(model, tmp_path / "f32.jaxllm")
+        with Bundle.open(tmp_path / "f32.jaxllm") as bundle:
+            model = tmp_path / "m.gguf"
+            write_plain_gguf(model, read_plain(bundle), "int8")
+    facts = calibrate_prefill(RECIPE, model, BundleOutput(tmp_path / "m.jaxllm"), texts=[text])
     with Bundle.open(tmp_path / "m.jaxllm") as bundle:
+        assert has_channel_scales(bundle)
         found = read_prefill(bundle)
         assert found is not None
         assert bundle.layout.weights == "int8"

@@ -20,7 +20,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.contexts import CHUNK_TOKENS
 from jaxllm.contexts.codecs import CODECS, WIDTHS, ChunkFormat, ChunkShape
 from jaxllm.contexts.tolerance import PARTS, Candidate, ContextCalibration, choose, kept_shares
-from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.errors import ConfigError
 from jaxllm.host_settings import own_jax_settings
 from jaxllm.int8_prefill.fitting import whole_rows
 from jaxllm.kernels.native_call import UsedUnits
@@ -32,7 +32,7 @@ from jaxllm.models.layer_stack import LayerParams
 from jaxllm.models.parameters import Params
 from jaxllm.nn.documents import document_attention
 from jaxllm.nn.layers import Heads, rotate
-from jaxllm.training.calibration import BundleOutput, ContextRecipe, text_tokens
+from jaxllm.training.calibration import BundleOutput, ContextRecipe, bundle_of, text_tokens
 
 
 @own_jax_settings()
@@ -47,7 +47,7 @@ def calibrate_contexts(
 
     Args:
       recipe: sizes of the calibration.
-      model: path of a bundle.
+      model: bundle, Hugging Face folder or GGUF file, of which a bundle of the same width is written.
       out: the new bundle.
       texts: files to measure on; Python's language reference if empty.
 
@@ -59,11 +59,7 @@ def calibrate_contexts(
       CheckpointError: the model cannot be read.
     """
     console, model = Console(stderr=True), Path(model)
-    if model.is_dir():
-        raise CheckpointError(
-            f"{model} is a folder; make a bundle of it first: jaxllm prepare {model} -o FILE"
-        )
-    with Bundle.open(model) as bundle:
+    with bundle_of(model, None, out.name) as bundle:
         require_feature(bundle.cfg, "contexts")
         if bundle.cfg.states is not None:
             raise ConfigError(

@@ -22,11 +22,12 @@ from rich.console import Console
 from jaxllm.bundle import Bundle, rewrite_bundle
 from jaxllm.bundle.calibrations import has_channel_scales, prefill_parts
 from jaxllm.bundle.levels import read_ladder, read_recovery
+from jaxllm.checkpoints.gguf_file import is_checkpoint
 from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.elastic.ladder import shared_sub_model, sub_config
 from jaxllm.errors import ConfigError
 from jaxllm.host_settings import own_jax_settings
-from jaxllm.int8_prefill.fitting import Fitted, fit_calibration, per_tensor_weights, whole_rows
+from jaxllm.int8_prefill.fitting import Fitted, fit_calibration, product_weights, whole_rows
 from jaxllm.int8_prefill.recipe import MOST_LOSS
 from jaxllm.models.features import require_decoder_alone, require_feature
 from jaxllm.models.lora import adapt
@@ -49,7 +50,7 @@ def calibrate_prefill(
 
     Args:
       recipe: sizes of the calibration.
-      model: Hugging Face folder, or a bundle of 8-bit weights (an elastic one keeps its levels).
+      model: Hugging Face folder or GGUF file, or a bundle of 8-bit weights (an elastic one keeps its levels).
       out: the new bundle.
       most_loss: tolerable growth of the perplexity, as a share, on the text and on held-out text: it
         determines the numbers of layers with a shadow, and then of channels.
@@ -64,7 +65,7 @@ def calibrate_prefill(
     """
     console, model = Console(stderr=True), Path(model)
     floats = None
-    if model.is_dir():
+    if is_checkpoint(model):
         frozen = FrozenModel.read(model)
         require_feature(frozen.cfg, "integer prefill")
         floats = frozen.params
@@ -118,16 +119,14 @@ def _calibrated(
             f"integer prefill multiplies 8-bit weights, and {bundle.path} has {bundle.layout.weights}; give "
             "the Hugging Face folder, or a bundle made with --weights int8"
         )
-    if not has_channel_scales(bundle):
-        raise ConfigError(
-            f"integer prefill multiplies weights with one scale per channel, and {bundle.path} has groups; "
-            "prepare the float weights with --weights int8"
-        )
     rows, held_out = _texts(bundle, recipe, texts)
     stored = bundle.load()
     if floats is None:
         floats = {each: dequantize(weight, jnp.dtype(jnp.float32)) for each, weight in stored.items()}
-    weights = per_tensor_weights(cfg, floats) if recipe.weight_scales == "tensor" else {}
+    per_tensor, weights = recipe.weight_scales == "tensor", {}
+    if per_tensor or not has_channel_scales(bundle):
+        # Of a quantized checkpoint, such as a GGUF file, a bundle has the groups.
+        weights = product_weights(cfg, floats, per_tensor=per_tensor)
     stored = {**stored, **{name: jax.tree.map(jnp.asarray, each) for name, each in weights.items()}}
     with console.status("calibrating"):
         fitted = fit_calibration(

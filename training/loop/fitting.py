@@ -14,6 +14,7 @@ import tokenizers
 from jax.sharding import Mesh
 
 from jaxllm.bundle import Bundle, WeightFormat
+from jaxllm.checkpoints.gguf_file import is_checkpoint
 from jaxllm.checkpoints.huggingface import Checkpoint
 from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError, ConfigError
@@ -55,7 +56,7 @@ class FrozenModel:
         mesh: Mesh | None = None,
         stack: bool = False,
     ) -> "FrozenModel":
-        """Reads a bundle, or a Hugging Face folder at the width `weights` (float32 by default).
+        """Reads a bundle, or a Hugging Face folder or GGUF file at the width `weights` (float32 by default).
 
         From a folder at `f32` or `bf16` the host holds one tensor at a time, and each device of `mesh` (one
         by default) only its shards; with `stack` equal layers of decoder-only models are stacked off CPUs.
@@ -66,10 +67,10 @@ class FrozenModel:
             model.
         """
         model = Path(model)
-        if not model.is_dir():
+        if not is_checkpoint(model):
             return cls._of_bundle(model, weights)
-        name, weights = model.resolve().name, weights or "f32"
-        if weights not in _DENSE:
+        name, weights = model.resolve().name.removesuffix(".gguf"), weights or "f32"
+        if weights not in _DENSE or not model.is_dir():
             with tempfile.TemporaryDirectory() as folder:
                 prepare(model, Path(folder) / "base.jaxllm", weights=weights, name=name)
                 return cls._of_bundle(Path(folder) / "base.jaxllm")

@@ -18,7 +18,15 @@ from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.models.decoder import forward, logits
 from jaxllm.quant import dequantize
 from jaxllm.quant.parts import high_planes
-from jaxllm.serving.evaluation.tasks import is_right, read_questions, run_task, score_options
+from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.evaluation.intervals import mean_interval, perplexity_interval
+from jaxllm.serving.evaluation.tasks import (
+    is_right,
+    read_questions,
+    run_task,
+    score_branches_of,
+    score_options,
+)
 from jaxllm.serving.evaluation.texts import expert_use, greedy_agreement, perplexity
 from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.steps.branching import Branching
@@ -159,6 +167,34 @@ def test_the_first_of_equally_likely_options_wins(engine, monkeypatch):
     assert result.scores == {"accuracy": 1.0, "accuracy_per_byte": 0.0}
 
 
+def test_a_greedy_continuation_is_right(engine):
+    trunk = tuple(engine.tokenizer.encode("the cat"))
+    said = tuple(engine.generate(trunk, GenerationConfig(max_tokens=3, ignore_eos=True)).tokens)
+    wrong = (said[0] + 1) % engine.cfg.vocab_size
+    question = Branching(trunk, (said, said[:1], (*said[:2], wrong), (wrong, *said[1:])))
+    (found,) = score_branches_of(engine, [question])
+    assert found.greedy.tolist() == [True, True, said[2] == wrong, False]
+    examples = [text("the cat", answer=chr(each)) for each in range(33, 127)]
+    result, predictions = run_task(engine, task("continuation"), examples)
+    scores = score_branches_of(engine, [branching(engine.tokenizer, text("the cat", "x"))])
+    assert predictions[ord("x") - 33]["log_probability"] == pytest.approx(scores[0].sums[0], abs=1e-4)
+    assert (result.scores["accuracy"], result.chance) == (np.mean([p["accuracy"] for p in predictions]), None)
+
+
+def test_intervals():
+    # Wilson's of 8 of 10, and the bound of none of 10, z^2 / (n + z^2).
+    assert mean_interval(np.array([1.0] * 8 + [0.0] * 2)) == pytest.approx((0.4902, 0.9433), abs=1e-4)
+    assert mean_interval(np.zeros(10)) == pytest.approx((0, 0.2775), abs=1e-4)
+    draw = np.random.default_rng(0)
+    low, high = mean_interval(draw.normal(0.5, 0.1, 400))
+    assert (high - low, (high + low) / 2) == pytest.approx((4 * 0.1 / 20, 0.5), rel=0.2)
+    # Equal neighbours are worth one token: blocks widen the interval of text.
+    losses = draw.exponential(1.0, 4000)
+    alone, runs = (np.diff(np.log(perplexity_interval(each)))[0] for each in (losses, np.sort(losses)))
+    assert alone == pytest.approx(4 / 4000**0.5, rel=0.2)
+    assert runs > 4 * alone
+
+
 def test_facts(engine):
     long = text("x" * 200, "a", "b")
     examples = [text("x", "a", "b"), text("y", "a", "b"), text("z", "b", "a", "c", "d"), long]
@@ -168,7 +204,7 @@ def test_facts(engine):
     assert result.majority == pytest.approx(2 / 3)
     assert result.tokens > 0
     # Where nothing fits there is nothing to tell.
-    for kind in ("accuracy", "exact_match", "rouge"):
+    for kind in ("accuracy", "continuation", "exact_match", "rouge"):
         result, predictions = run_task(engine, task(kind), [long])
         assert (result.scores, result.examples, result.skipped, predictions) == ({}, 0, 1, [])
 

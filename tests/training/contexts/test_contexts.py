@@ -65,7 +65,7 @@ def test_bad_input_is_told(calibrated, tmp_path):
     for sizes, match in (((16, 24), "must divide the longest"), ((256,), "at least two chunks, 512 tokens")):
         with pytest.raises(ConfigError, match=match):
             ContextRecipe(chunk_tokens=sizes, row_tokens=256)
-    with pytest.raises(CheckpointError, match="make a bundle of it first"):
+    with pytest.raises(CheckpointError, match=r"config.json"):
         calibrate_contexts(RECIPE, tmp_path, out)
     text = tmp_path / "short.txt"
     text.write_text("Short.")

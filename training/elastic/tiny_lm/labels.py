@@ -39,7 +39,7 @@ from jaxllm.models.lora import adapt
 from jaxllm.models.parameters import Params
 from jaxllm.nn.documents import Branches
 from jaxllm.nn.linear import embed
-from jaxllm.steps.branching import Packed, cut, score_pieces
+from jaxllm.steps.branching import Dispatch, Packed, cut, score_pieces
 from jaxllm.steps.model import score_branches
 from jaxllm.tasks import find_task
 from jaxllm.tasks.example import held_out, pseudo_random
@@ -189,7 +189,7 @@ def answer(
     correct = np.zeros((len(questions), len(levels), len(prompt_ratios)), bool)
     for place, level in enumerate(levels):
         likely = score_pieces(asked, pieces, rows, _dispatcher(model, level))
-        right = {key: questions[key[0]].is_right(each) for key, each in zip(keys, likely, strict=True)}
+        right = {key: questions[key[0]].is_right(each.sums) for key, each in zip(keys, likely, strict=True)}
         for number, (prompts, _) in enumerate(shortened):
             correct[number, place] = [right[number, each] for each in prompts]
     return Answers(correct, np.array([shares for _, shares in shortened]).reshape(-1, len(prompt_ratios)))
@@ -201,15 +201,15 @@ def _last(flags: np.ndarray) -> np.ndarray:
     return np.where(flags.any(-1), last, 0)
 
 
-def _dispatcher(model: ElasticModel, level: int) -> Callable[[Packed], np.ndarray]:
+def _dispatcher(model: ElasticModel, level: int) -> Dispatch:
     """Scores dispatches by the sub-model of a level."""
     cfg = sub_config(model.cfg, model.ladder, level)
     params = shared_sub_model(model.params, cfg)
     recovery = model.recoveries.get(level, Recovery({}, 0.0))
     adapter = {name: jnp.asarray(value) for name, value in recovery.adapter.items()}
 
-    def dispatch(packed: Packed) -> np.ndarray:
-        out = _scores(
+    def dispatch(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
+        scores, likeliest = _scores(
             params,
             adapter,
             packed.tokens,
@@ -219,13 +219,13 @@ def _dispatcher(model: ElasticModel, level: int) -> Callable[[Packed], np.ndarra
             cfg=cfg,
             scaling=recovery.scaling,
         )
-        return np.asarray(out)[: packed.count]
+        return np.asarray(scores)[: packed.count], np.asarray(likeliest)[: packed.count]
 
     return dispatch
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "scaling"))
-def _scores(params: Params, adapter: Any, *inputs: Any, cfg: ModelConfig, scaling: float) -> jax.Array:
+def _scores(params: Params, adapter: Any, *inputs: Any, cfg: ModelConfig, scaling: float) -> Any:
     whole = adapt(sub_model(params, cfg), adapter, scaling)
     return score_branches(whole, *inputs, cfg=cfg, dtype=jnp.dtype(jnp.float32))
 
