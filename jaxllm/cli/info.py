@@ -16,7 +16,6 @@ from jaxllm.formats import WEIGHT_FORMATS, WeightFormat
 from jaxllm.serving.host.process_memory import (
     STAGES,
     children_bytes,
-    give_back_libraries,
     give_back_memory,
     process_memory,
 )
@@ -308,7 +307,6 @@ def _memory_facts(model: Path | None) -> dict[str, Any]:
 
     engine, session = Engine.open(model, options=EngineOptions(spare_memory=True)), Session()
     loaded = engine.model
-    give_back_libraries()
     config = GenerationConfig(max_tokens=2, ignore_eos=True)
     engine.stream([0], config, session=session).result()
     gc.collect()

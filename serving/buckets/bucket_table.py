@@ -378,7 +378,8 @@ class BucketTable:
           store: cache of compiled buckets for later processes; None for none.
           apart: whether buckets are compiled in another process, if there is a cache to load them from.
         """
-        self._apart = apart and not _jax_caches()
+        # Other devices than CPUs belong to one process.
+        self._apart = apart and not _jax_caches() and jax.default_backend() == "cpu"
         self.lock = threading.RLock()
         self.bucket_ms: dict[Bucket, float] = {}
         self.loaded: set[Bucket] = set()

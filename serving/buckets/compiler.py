@@ -91,8 +91,9 @@ def serve() -> None:
     environment, kernels, works, folder, limit_bytes = pickle.load(sys.stdin.buffer)
 
     def watch() -> None:
-        # The input ends with the process that asked; compiling cannot be interrupted.
-        sys.stdin.buffer.read()
+        # The input ends with the process that asked; compiling cannot be interrupted. Read without its
+        # buffer, whose lock this thread would hold at the end.
+        os.read(sys.stdin.fileno(), 1)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()

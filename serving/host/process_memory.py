@@ -152,15 +152,18 @@ def resident_of(address: int, size: int) -> int:
     Raises:
       ConfigError: the system has no /proc/self/pagemap.
     """
+    # Imported here: the command line imports this module.
+    import numpy as np
+
     page = os.sysconf("SC_PAGE_SIZE")
     first, last = address // page, -(-(address + size) // page)
     try:
         with _PAGEMAP.open("rb", buffering=0) as file:
             file.seek(8 * first)
-            entries = memoryview(file.read(8 * (last - first))).cast("Q")
+            entries = np.frombuffer(file.read(8 * (last - first)), np.uint64)
     except OSError as error:
         raise _unknown(_PAGEMAP, error) from error
-    return min(size, page * sum(entry >= _PRESENT for entry in entries))
+    return min(size, page * int(np.count_nonzero(entries >= _PRESENT)))
 
 
 def children_bytes() -> int:

@@ -93,7 +93,8 @@ class Batch:
         if runner.options.spare_memory:
             capacity = _capacity(rows)
             best = next((each for each in sizes if each >= len(rows)), sizes[-1])
-            runner.buckets.begin_loading(self._bucket(best, capacity))
+            if len(rows) > 1:
+                runner.buckets.begin_loading(self._bucket(best, capacity))
             sizes = [each for each in sizes if runner.buckets.is_ready(self._bucket(each, capacity))]
         return sizes
 
