@@ -219,10 +219,12 @@ class BucketStore:
 
     Attributes:
       facts: all inputs besides family and fields, as plain data by name.
+      apart: whether buckets are compiled in another process, where that is possible.
     """
 
     folder: CompiledBucketFolder
     facts: Mapping[str, Any]
+    apart: bool = False
 
     @classmethod
     def of_model(
@@ -245,7 +247,9 @@ class BucketStore:
             registered with JAX before a bucket is loaded.
         """
         environment = digest_of([kernels, environment_facts()])
-        return cls(folder, {"environment": environment}).of(cfg, params, options)
+        # Devices other than CPUs belong to one process, and what JAX has cached is not stored.
+        apart = options.spare_memory and jax.default_backend() == "cpu" and not _jax_caches()
+        return cls(folder, {"environment": environment}, apart).of(cfg, params, options)
 
     @classmethod
     def of_programs(cls, folder: CompiledBucketFolder) -> "BucketStore":
@@ -370,16 +374,13 @@ class BucketTable:
       build_ms: total time spent waiting for buckets.
     """
 
-    def __init__(self, model: Any = None, store: BucketStore | None = None, *, apart: bool = False) -> None:
+    def __init__(self, model: Any = None, store: BucketStore | None = None) -> None:
         """Makes an empty bucket table.
 
         Args:
           model: argument of `Bucket.lower` for buckets of the whole model.
           store: cache of compiled buckets for later processes; None for none.
-          apart: whether buckets are compiled in another process, if there is a cache to load them from.
         """
-        # Other devices than CPUs belong to one process.
-        self._apart = apart and not _jax_caches() and jax.default_backend() == "cpu"
         self.lock = threading.RLock()
         self.bucket_ms: dict[Bucket, float] = {}
         self.loaded: set[Bucket] = set()
@@ -539,24 +540,21 @@ class BucketTable:
     def _compile_apart(self, buckets: Iterable[Bucket], progress: Progress | None) -> None:
         """Compiles buckets to disk in another process, if they are for it; those that it cannot compile are
         compiled here."""
-        new = [each for each in buckets if self._apart and each not in self and not self._is_stored(each)]
-        stores = {each: self._models[each.level][1] for each in new}
-        works = [
-            (each, self._models[each.level][0], store.key(each))
-            for each, store in stores.items()
-            if store is not None
-        ]
-        if not works:
+        works, folder = [], None
+        for bucket in buckets:
+            model, store = self._models[bucket.level]
+            if store is not None and store.apart and bucket not in self and not self._is_stored(bucket):
+                works.append((bucket, model, store.key(bucket)))
+                folder = store.folder
+        if folder is None:
             return
         from jaxllm.serving.buckets.compiler import compile_apart
-
-        (folder,) = {store.folder for store in stores.values() if store is not None}
 
         def report(done: int) -> None:
             if progress is not None:
                 progress("compile", done, len(works))
 
-        self._compiled_apart.update(new)
+        self._compiled_apart.update(bucket for bucket, *_ in works)
         if why := compile_apart(works, folder.folder, folder.limit_bytes, report):
             _log.warning("not all buckets were compiled in another process, so they are here: %s", why)
 

@@ -46,7 +46,12 @@ def compile_apart(
         return "this program has no Python to start another process with"
     from jaxllm.kernels import native
 
-    request = pickle.dumps((environment_facts(), repr(native.kernels()), works, str(folder), limit_bytes))
+    facts = environment_facts(), repr(native.kernels())
+    try:
+        request = pickle.dumps((*facts, works, str(folder), limit_bytes))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        # Such as a config of somebody's own architecture.
+        return f"their description cannot be passed on ({error!s:.200})"
     path = [os.path.abspath(each) for each in sys.path if os.path.exists(each or ".")]
     child = subprocess.Popen(
         [sys.executable, "-c", _BOOT, json.dumps(path)],

@@ -124,7 +124,7 @@ def _make_buckets(bundle: Bundle, models: Mapping[int, ModelLevel]) -> BucketTab
         store = BucketStore.of_model(
             folder, cfg=bundle.cfg, options=whole.options, params=whole.params, kernels=repr(native.kernels())
         )
-    buckets = BucketTable(whole.shapes, store, apart=whole.options.spare_memory)
+    buckets = BucketTable(whole.shapes, store)
     for level, model in models.items():
         if model.bucket_level == level != FULL_LEVEL:
             own = None if store is None else store.of(model.cfg, model.params)

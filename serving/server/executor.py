@@ -452,8 +452,13 @@ class Executor:
         del self._jobs[job.id]
         if job.context_call is not None:
             self.require_contexts().ended(job.call.app, job.context_call.record.name)
-        elif keep and job.run is not None and job.run.request.source is None:
-            self.sessions.keep(job.call.app, job.call.prefix_key, job.run.session)
+            return
+        if job.run is None:
+            return
+        kept = keep and job.run.request.source is None
+        if not kept or not self.sessions.keep(job.call.app, job.call.prefix_key, job.run.session):
+            # What refers to the run may be garbage, which is collected later than caches fill memory.
+            job.run.session.take()
 
 
 # An id that every model has: a text may have characters without ids.

@@ -219,7 +219,7 @@ class PrefixSessions:
             return Session()
         session = best.session
         if len(session.tokens) - common <= _MOST_LEFT:
-            self._drop(best)
+            self._remove(best)
             return session
         # Mark it as recently used.
         self._kept.remove(best)
@@ -228,12 +228,12 @@ class PrefixSessions:
             forked = runner.fork(session.cache, common)
         return Session(session.tokens[:common], forked, session.weights_version)
 
-    def keep(self, app: str, key: str, session: Session) -> None:
+    def keep(self, app: str, key: str, session: Session) -> bool:
         """Caches the session of an ended answer; at a limit the least recently used are evicted, the app's
-        own first."""
+        own first. Returns whether it is cached."""
         size, own = session.size_bytes, self._app_bytes(app) or self.limit_bytes
         if not size or len(session.tokens) < _LEAST_COMMON or size > min(own, self.limit_bytes):
-            return
+            return False
         # Sessions that it continues are no longer useful.
         for each in list(self._kept):
             tokens, version = each.session.tokens, each.session.weights_version
@@ -244,6 +244,7 @@ class PrefixSessions:
         self.size_bytes += size
         self._shrink([each for each in self._kept if each.app == app], own)
         self._shrink(self._kept, self.limit_bytes)
+        return True
 
     @property
     def resident_bytes(self) -> int:
@@ -270,6 +271,11 @@ class PrefixSessions:
                 excess -= each.size_bytes
 
     def _drop(self, kept: _Kept) -> None:
+        self._remove(kept)
+        # Its run, which has the session, may be garbage that is collected much later.
+        kept.session.take()
+
+    def _remove(self, kept: _Kept) -> None:
         self._kept.remove(kept)
         self.size_bytes -= kept.size_bytes
 
