@@ -13,7 +13,12 @@ import click
 from jaxllm.cli.console import print_json
 from jaxllm.cli.shared_options import json_option, model_argument
 from jaxllm.formats import WEIGHT_FORMATS, WeightFormat
-from jaxllm.serving.host.machine import ProcessMemory, give_back_memory, process_memory
+from jaxllm.serving.host.process_memory import (
+    STAGES,
+    children_bytes,
+    give_back_memory,
+    process_memory,
+)
 from jaxllm.version import __version__
 
 if TYPE_CHECKING:
@@ -257,78 +262,70 @@ def _bytes(spec: "ParamSpec", width: WeightFormat) -> int:
 
 _MEGABYTE = 1e6
 _WIDTH = 24
+# Names of the stages of a start (see `jaxllm.serving.host.process_memory.Stages`).
 _NAMES = {
     "python": "Python and this command",
     "jax": "JAX and XLA",
-    "engine": "the engine's modules",
-    "model": "tokenizer, weight tables",
+    "modules": "the engine's modules",
+    "weights": "weight tables",
+    "tokenizer": "tokenizer",
     "buckets": "compiled buckets",
-    "other": "a cache, first runs",
+    "answer": "a cache, first runs",
 }
 
 
 def _print_memory(model: Path | None, *, as_json: bool) -> None:
-    """Opens a model, prepares all of its buckets, answers a prompt, and prints the memory use."""
+    """Opens a model as the service does, answers a prompt, and prints the memory use."""
     facts = _memory_facts(model)
     if as_json:
         print_json(facts)
         return
-    for name, size in facts["anonymous"].items():
-        click.echo(f"{_NAMES[name]:<{_WIDTH}}  {_megabytes(size)}")
-    for name in ("anonymous_bytes", "weights_bytes", "libraries_bytes", "resident_bytes", "peak_bytes"):
+    for part in ("anonymous", "pages"):
+        for name, size in facts[part].items():
+            click.echo(f"{_NAMES.get(name, name.replace('_', ' ')):<{_WIDTH}}  {_megabytes(size)}")
+        if part == "anonymous":
+            click.echo(f"{'together':<{_WIDTH}}  {_megabytes(facts['anonymous_bytes'])}")
+            click.echo("of these pages:")
+    for name in ("weights_bytes", "libraries_bytes", "resident_bytes", "peak_bytes", "children_bytes"):
         click.echo(f"{name.removesuffix('_bytes'):<{_WIDTH}}  {_megabytes(facts[name])}")
     click.echo(f"{'a cache, when full':<{_WIDTH}}  {_megabytes(facts['cache_bytes'])}")
     buckets = f"{facts['loaded_buckets']} from disk, {facts['compiled_buckets']} compiled"
     click.echo(f"{'buckets':<{_WIDTH}}  {buckets}")
-    if facts["compiled_buckets"]:
-        click.echo("The compiler's memory is included; run it again for a start from disk.")
 
 
 def _memory_facts(model: Path | None) -> dict[str, Any]:
-    """Memory use after starting with a model, in bytes; does the imports of a start, phase by phase."""
-    grown = dict[str, int]()
-
-    def end(phase: str) -> ProcessMemory:
-        """Ends a phase of the start, after returning freed memory to the system."""
-        gc.collect()
-        give_back_memory()
-        memory = process_memory()
-        grown[phase] = memory.anonymous - sum(grown.values())
-        return memory
-
-    end("python")
+    """Memory use after starting with a model, in bytes; does the imports of a start, stage by stage."""
+    # Fails early where the system does not report it.
+    process_memory()
     from jaxllm.serving.host.jax_import import import_jax
 
     import_jax()
     import jax
 
-    jax.devices()
-    end("jax")
-    from jaxllm.serving.engine.engine import Engine
     from jaxllm.serving.engine.request import GenerationConfig, Session
-    from jaxllm.serving.ground.bundles import open_model
-    from jaxllm.serving.opening.loading import LoadedModel
+    from jaxllm.serving.ground.options import EngineOptions
+    from jaxllm.serving.opening.engine import Engine
 
-    end("engine")
-    bundle = open_model(model)
-    loaded = LoadedModel(bundle, read_ahead=False)
-    end("model")
-    engine, session = Engine(loaded), Session()
-    runner = loaded.runner(engine.level)
-    runner.fill(runner.buckets_for())
-    end("buckets")
-    runner.rehearse()
+    engine, session = Engine.open(model, options=EngineOptions(spare_memory=True)), Session()
+    loaded = engine.model
     config = GenerationConfig(max_tokens=2, ignore_eos=True)
     engine.stream([0], config, session=session).result()
-    memory = end("other")
-    weights = memory.files.get(str(bundle.path.resolve()), 0)
+    gc.collect()
+    give_back_memory()
+    memory = process_memory()
+    # All else is of the answer, less what has been freed since each stage ended.
+    grown = dict(STAGES.grown)
+    grown["answer"] = memory.anonymous - sum(grown.values())
+    weights = memory.files.get(str(loaded.bundle.path.resolve()), 0)
     return {
         "model": loaded.name,
         "anonymous": {name: grown[name] for name in _NAMES},
         "anonymous_bytes": memory.anonymous,
+        "pages": dict(memory.kinds),
         "weights_bytes": weights,
         "libraries_bytes": sum(memory.files.values()) - weights,
         "resident_bytes": memory.resident,
+        "children_bytes": children_bytes(),
         # Native caches commit pages as they fill.
         "cache_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(session.cache)),
         "peak_bytes": memory.peak,

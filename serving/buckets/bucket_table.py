@@ -46,7 +46,7 @@ from jax.experimental import serialize_executable
 
 from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import BucketMissing, ConfigError
-from jaxllm.files.atomic import atomic_file, remove_abandoned
+from jaxllm.files.atomic import atomic_file, is_there, remove_abandoned
 from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.host.machine import Device, cpu_features, require_not_forked, usable_cores
 from jaxllm.serving.host.progress import Progress
@@ -74,6 +74,7 @@ _MODULE_SUFFIXES = (".py", ".pyc", ".so", ".pyd")
 # Options that change no bucket: its folder on disk, the location of weights, the levels, the batch sizes.
 _OUTSIDE_BUCKETS = (
     "buckets_bytes", "levels", "memory_bytes", "storage", "read_ahead", "experts", "prefill", "batch_rows",
+    "spare_memory",
 )  # fmt: skip
 # Of entries. It never changes: entries of another suffix would never be deleted.
 SUFFIX = ".graph"
@@ -93,8 +94,7 @@ class CompiledBucketFolder:
     """
 
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
-        self._folder = folder
-        self._limit_bytes = limit_bytes
+        self.folder, self.limit_bytes = folder, limit_bytes
         self._warned = False
         self._lock = threading.Lock()
 
@@ -127,8 +127,7 @@ class CompiledBucketFolder:
 
     def store(self, key: str, compiled: jax.stages.Compiled) -> None:
         """Writes a newly compiled bucket, replacing the entry of its key."""
-        settings = jax.config.values
-        if settings["jax_compilation_cache_dir"] and settings["jax_enable_compilation_cache"]:
+        if _jax_caches():
             # JAX may have loaded it from its own cache, and XLA:CPU serializes a loaded one without its code:
             # it would load, and fail when it runs.
             return
@@ -137,13 +136,13 @@ class CompiledBucketFolder:
         except Exception as error:  # Some backends and buckets have no serialized form.
             _log.debug("%s: cannot be serialized (%s)", key, error)
             return
-        if _HEADER.size + len(payload) > min(MAX_ENTRY_BYTES, self._limit_bytes):
+        if _HEADER.size + len(payload) > min(MAX_ENTRY_BYTES, self.limit_bytes):
             return
         checksum = xxhash.xxh3_128_digest(payload)
         header = _HEADER.pack(_MAGIC, _VERSION, bytes.fromhex(key), len(payload), checksum)
         try:
-            make_private_folder(self._folder)
-            with private_folder(self._folder) as folder:
+            make_private_folder(self.folder)
+            with private_folder(self.folder) as folder:
                 clear_entry(self._path(key))
                 with atomic_file(self._path(key)) as file:
                     os.fchmod(file.fileno(), 0o600)
@@ -153,13 +152,17 @@ class CompiledBucketFolder:
         except (OSError, ValueError) as error:
             self._warn(error)
 
+    def __contains__(self, key: str) -> bool:
+        """Whether there is an entry of a key; `read` decides whether it can be used."""
+        return is_there(self._path(key))
+
     def _path(self, key: str) -> Path:
-        return self._folder / f"{key}{SUFFIX}"
+        return self.folder / f"{key}{SUFFIX}"
 
     def _read(self, key: str) -> bytes:
         """The validated payload of an entry; OSError or ValueError if there is none that can be trusted."""
         try:
-            with private_folder(self._folder):
+            with private_folder(self.folder):
                 pass
         except ConfigError as error:
             self._warn(error)
@@ -181,7 +184,7 @@ class CompiledBucketFolder:
 
     def _make_room(self, folder: int, *, newest: str) -> None:
         """Deletes leftovers of killed processes, then the least recently used entries, down to the limit."""
-        remove_abandoned(self._folder)
+        remove_abandoned(self.folder)
         entries = []
         with os.scandir(folder) as found:
             for each in found:
@@ -191,7 +194,7 @@ class CompiledBucketFolder:
                         entries.append((each.name == newest, facts.st_mtime_ns, each.name, facts.st_size))
         total = sum(size for *_, size in entries)
         for _, _, name, size in sorted(entries):
-            if total <= self._limit_bytes:
+            if total <= self.limit_bytes:
                 return
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(name, dir_fd=folder)
@@ -205,7 +208,7 @@ class CompiledBucketFolder:
             _log.warning(
                 "%s: compiled buckets are not kept there, so every start compiles them again (%s); set "
                 "JAXLLM_CACHE to a folder that only you can write to, or JAXLLM_BUCKETS_BYTES=0",
-                self._folder,
+                self.folder,
                 error.strerror if isinstance(error, OSError) else error,
             )
 
@@ -216,10 +219,12 @@ class BucketStore:
 
     Attributes:
       facts: all inputs besides family and fields, as plain data by name.
+      apart: whether buckets are compiled in another process, where that is possible.
     """
 
     folder: CompiledBucketFolder
     facts: Mapping[str, Any]
+    apart: bool = False
 
     @classmethod
     def of_model(
@@ -242,7 +247,9 @@ class BucketStore:
             registered with JAX before a bucket is loaded.
         """
         environment = digest_of([kernels, environment_facts()])
-        return cls(folder, {"environment": environment}).of(cfg, params, options)
+        # Devices other than CPUs belong to one process, and what JAX has cached is not stored.
+        apart = options.spare_memory and jax.default_backend() == "cpu" and not _jax_caches()
+        return cls(folder, {"environment": environment}, apart).of(cfg, params, options)
 
     @classmethod
     def of_programs(cls, folder: CompiledBucketFolder) -> "BucketStore":
@@ -363,7 +370,7 @@ class BucketTable:
     Attributes:
       lock: reentrant lock of threads that run buckets or change their arguments.
       bucket_ms: time to trace and compile each bucket, or to load it (several are built in parallel).
-      loaded: buckets that were loaded from disk.
+      loaded: buckets that were loaded from disk, where an earlier process had stored them.
       build_ms: total time spent waiting for buckets.
     """
 
@@ -382,6 +389,8 @@ class BucketTable:
         self._compiled: dict[Bucket, Any] = {}
         self._pending: dict[Bucket, concurrent.futures.Future[Any]] = {}
         self._ahead: dict[Bucket, concurrent.futures.Future[Any]] = {}
+        self._unusable: set[Bucket] = set()
+        self._compiled_apart: set[Bucket] = set()
         self._guards: list[Callable[[], None]] = []
 
     def add_level(self, level: int, model: Any, store: BucketStore | None = None) -> None:
@@ -425,6 +434,7 @@ class BucketTable:
         """
         missing = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self._compiled]
         began = time.perf_counter()
+        self._compile_apart(missing, progress)
         for bucket, future in [*self._pending.items()]:
             # Those that failed are built again.
             if future.cancelled() or (future.done() and future.exception() is not None):
@@ -450,6 +460,25 @@ class BucketTable:
                 future.cancel()
             raise
         self.build_ms += 1000 * (time.perf_counter() - began)
+
+    def keep(self, buckets: Iterable[Bucket], progress: Progress | None = None) -> None:
+        """Compiles missing buckets to disk, for `begin_loading`; fills those that cannot be stored there."""
+        buckets = [*buckets]
+        self._compile_apart(buckets, progress)
+        self.fill([each for each in buckets if not self._is_stored(each)], progress)
+
+    def begin_loading(self, bucket: Bucket) -> bool:
+        """Whether a bucket is ready; if not, loads it in the background, so that it is soon."""
+        pending = self._pending.get(bucket)
+        if pending is not None and pending.done():
+            if (error := None if pending.cancelled() else pending.exception()) is None:
+                self._finish(bucket)
+            elif bucket not in self._unusable:
+                self._unusable.add(bucket)
+                _log.warning("%s cannot be loaded, so fewer rows share a dispatch: %s", bucket, error)
+        elif pending is None and not self.is_ready(bucket):
+            self.fill([], later=[bucket])
+        return self.is_ready(bucket)
 
     def fill_here(self, buckets: Iterable[Bucket]) -> None:
         """Builds missing buckets one after the other in this thread, under its thread-local JAX settings."""
@@ -504,6 +533,31 @@ class BucketTable:
 
     # -- compiling ------------------------------------------------------------------------------
 
+    def _is_stored(self, bucket: Bucket) -> bool:
+        store = self._models[bucket.level][1]
+        return store is not None and store.key(bucket) in store.folder
+
+    def _compile_apart(self, buckets: Iterable[Bucket], progress: Progress | None) -> None:
+        """Compiles buckets to disk in another process, if they are for it; those that it cannot compile are
+        compiled here."""
+        works, folder = [], None
+        for bucket in buckets:
+            model, store = self._models[bucket.level]
+            if store is not None and store.apart and bucket not in self and not self._is_stored(bucket):
+                works.append((bucket, model, store.key(bucket)))
+                folder = store.folder
+        if folder is None:
+            return
+        from jaxllm.serving.buckets.compiler import compile_apart
+
+        def report(done: int) -> None:
+            if progress is not None:
+                progress("compile", done, len(works))
+
+        self._compiled_apart.update(bucket for bucket, *_ in works)
+        if why := compile_apart(works, folder.folder, folder.limit_bytes, report):
+            _log.warning("not all buckets were compiled in another process, so they are here: %s", why)
+
     def _finish(self, bucket: Bucket) -> Any:
         compiled, self.bucket_ms[bucket] = self._pending.pop(bucket).result()
         self._compiled[bucket] = compiled
@@ -523,12 +577,18 @@ class BucketTable:
         if compiled is None and store is not None and (unpack := store.read(bucket)) is not None:
             compiled = unpack()
         if compiled is not None:
-            self.loaded.add(bucket)
+            if bucket not in self._compiled_apart:
+                self.loaded.add(bucket)
         else:
             compiled = bucket.compile(model)
             if store is not None:
                 store.store(bucket, compiled)
         return compiled, 1000 * (time.perf_counter() - began)
+
+
+def _jax_caches() -> bool:
+    settings = jax.config.values
+    return bool(settings["jax_compilation_cache_dir"] and settings["jax_enable_compilation_cache"])
 
 
 def _refuse() -> None:

@@ -141,6 +141,25 @@ class Session:
 
         return sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
 
+    @property
+    def resident_bytes(self) -> int | None:
+        """Its pages that have been written, where the system reports them: native caches use memory as they
+        fill. None while a running bucket owns the cache."""
+        cache: Any = self.cache
+        if cache is None:
+            return None
+        if hasattr(cache, "nbytes"):
+            return cache.nbytes
+        import jax
+
+        from jaxllm.serving.host.process_memory import resident_of
+
+        try:
+            leaves = [each for each in jax.tree.leaves(cache) if isinstance(each, jax.Array)]
+            return sum(resident_of(each.unsafe_buffer_pointer(), each.nbytes) for each in leaves)
+        except (RuntimeError, ConfigError):  # A bucket has just taken it; or no /proc, or another device.
+            return None
+
     def take(self) -> "tuple[list[int], KVCache | None]":
         """Empties the session and returns its tokens and cache."""
         taken = self.tokens, self.cache

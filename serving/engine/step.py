@@ -396,7 +396,12 @@ def _dispatch_batch(runs: Sequence[Run], most_tokens: int | None) -> dict[Run, J
         except JaxllmError as error:
             errors[run] = error
     try:
-        found = batch.decode_batch([row for _, _, row in begun])
+        rows = [row for _, _, row in begun]
+        if rows and not batch.sizes(rows):
+            # Until a bucket of several rows is loaded.
+            found = [run.runner.decode(row) for run, _, row in begun]
+        else:
+            found = batch.decode_batch(rows)
     except JaxllmError as error:
         return errors | {run: error for run, *_ in begun}
     steps = max((len(each.tokens) for each in found), default=1)

@@ -75,6 +75,9 @@ class EngineOptions:
       prompt_embeddings: whether to make buckets for prompt embeddings (see
         `jaxllm.serving.ground.prompt_embeddings`). Requires resident weights; such prompts are prefilled in
         floats.
+      spare_memory: whether a start takes longer so that the process stays small: buckets are compiled in
+        another process and loaded from disk, those of several rows when so many answers first run, and freed
+        memory goes back to the system at once.
       buckets_bytes: size limit of the on-disk cache of compiled buckets; 0 disables it. None:
         $JAXLLM_BUCKETS_BYTES, else 1 GiB (0 on systems whose files have no owners).
     """
@@ -101,6 +104,7 @@ class EngineOptions:
     trees: TreeShape | None = None
     levels: tuple[int, ...] = option((), low=1, high=FULL_LEVEL, ascending=True)
     prompt_embeddings: bool = False
+    spare_memory: bool = False
     buckets_bytes: int | None = option(None, low=0)
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-from jaxllm.serving.host.machine import share_arenas
+from jaxllm.serving.host.process_memory import STAGES, share_arenas
 
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 # JAX imports these, but only uses them for its own cache's lock, on other devices and in tests of paths. They
@@ -36,6 +36,7 @@ def import_jax() -> None:
     """
     if "jax" in sys.modules:
         return
+    STAGES.end("python")
     # Before any thread of JAX allocates.
     share_arenas()
     every = importlib.metadata.distributions
@@ -62,6 +63,7 @@ def import_jax() -> None:
         import jax  # noqa: F401
 
         gc.freeze()
+    STAGES.end("jax")
 
 
 class _Deferring(importlib.abc.MetaPathFinder):

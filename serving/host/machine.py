@@ -1,14 +1,11 @@
-"""Queries the machine and the process: devices, cores, instruction sets, memory, open files, forks."""
+"""Queries the machine and the process: devices, cores, instruction sets, open files, forks."""
 
 import contextlib
-import ctypes
-import dataclasses
 import functools
 import os
 import platform
 import re
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +14,10 @@ from jaxllm.errors import ConfigError
 _CPUINFO, _PROCESS_FACTS = Path("/proc/cpuinfo"), Path("/proc/self/stat")
 # Enough for the first processor's entry; the whole file of a large server takes long to generate.
 _CPUINFO_BYTES = 8192
-# A constant of glibc's malloc.h, and a number of arenas with which two threads still allocate concurrently.
-_M_ARENA_MAX, _ARENAS = -8, 2
-# Of glibc's malloc.h, and the size from which freed blocks go back to the system at once.
-_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2 << 20
 _CPUINFO_KEYS = {
     "vendor_id", "cpu family", "model", "model name", "stepping", "flags",
     "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features",
 }  # fmt: skip
-_SMAPS, _STATUS = Path("/proc/self/smaps"), Path("/proc/self/status")
-_STATM = Path("/proc/self/statm")
-# The first line of a mapping: addresses, rights, offset, device, inode, and the path of its file.
-_MAPPING = re.compile(r"[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \d+\s*(.*)")
-_KILOBYTE = 1024
 _PRESSURE = Path("/proc/pressure/memory")
 _SOME_WAIT = re.compile(r"some avg10=(\d+(?:\.\d+)?) ")
 _PERCENT = 100
@@ -40,26 +28,6 @@ Device = Any
 RESERVED_FILES = 256
 _MOST_CONNECTIONS = 4096
 _LEAST_CONNECTIONS = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessMemory:
-    """Resident memory of this process, in bytes.
-
-    Attributes:
-      anonymous: pages without a file, and changed pages of private mappings.
-      files: path -> unchanged pages of that mapped file, shared by all processes.
-      peak: peak resident memory; 0 if the system does not report it.
-    """
-
-    anonymous: int
-    files: Mapping[str, int]
-    peak: int
-
-    @property
-    def resident(self) -> int:
-        """All resident pages."""
-        return self.anonymous + sum(self.files.values())
 
 
 def usable_cores() -> int:
@@ -84,30 +52,6 @@ def cpu_features() -> list[str]:
     return [system.machine, *known] if known else [system.machine, system.node]
 
 
-def share_arenas() -> None:
-    """Limits the C library to few arenas, if supported (glibc); existing ones stay.
-
-    Otherwise each thread that loads or compiles a bucket has its own arena, whose gaps no other fills.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
-
-
-def give_back_large_blocks() -> None:
-    """Makes the C library return large blocks to the system whenever they are freed, if supported (glibc).
-
-    By default it retains them after the first, which avoids page faults: some 0.2 ms per MB.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-
-
-def give_back_memory() -> None:
-    """Makes the C library return freed memory to the system, if supported: compilers free much."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def memory_bytes() -> int | None:
     """Memory of this machine in bytes; None if the system does not report it."""
     try:
@@ -126,52 +70,6 @@ def process_age_ms() -> float | None:
         return 1000 * (time.clock_gettime(time.CLOCK_BOOTTIME) - began_s)
     except (OSError, AttributeError, IndexError, ValueError):
         return None
-
-
-def process_memory() -> ProcessMemory:
-    """The memory of this process now.
-
-    Raises:
-      ConfigError: the system has no /proc/self/smaps.
-    """
-    return parsed_memory(_read_facts(_SMAPS), _read_facts(_STATUS))
-
-
-def resident_bytes() -> int:
-    """All resident pages of this process, in microseconds where `process_memory` needs milliseconds.
-
-    Raises:
-      ConfigError: the system has no /proc/self/statm.
-    """
-    return int(_read_facts(_STATM).split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _read_facts(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror}); the memory of a process is known on Linux alone, "
-            "with /proc mounted"
-        ) from error
-
-
-def parsed_memory(smaps: str, status: str) -> ProcessMemory:
-    """Parses the texts of /proc/self/smaps and /proc/self/status."""
-    anonymous, files, path = 0, {}, ""
-    for line in smaps.splitlines():
-        mapping = _MAPPING.fullmatch(line)
-        if mapping is not None:
-            path = mapping[1]
-            continue
-        name, _, value = line.partition(":")
-        if name == "Rss":
-            files[path] = files.get(path, 0) + _bytes(value)
-        elif name == "Anonymous":
-            anonymous += _bytes(value)
-            files[path] -= _bytes(value)
-    peaks = [_bytes(line.partition(":")[2]) for line in status.splitlines() if line.startswith("VmHWM:")]
-    return ProcessMemory(anonymous, {each: size for each, size in files.items() if size}, sum(peaks))
 
 
 def memory_pressure() -> float | None:
@@ -227,11 +125,6 @@ def require_not_forked() -> None:
 def _mark() -> None:
     global _forked
     _forked = True
-
-
-def _bytes(value: str) -> int:
-    # Such as "12 kB".
-    return int(value.split()[0]) * _KILOBYTE
 
 
 try:

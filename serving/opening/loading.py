@@ -19,7 +19,8 @@ from jaxllm.models.parameters import Params
 from jaxllm.serving.elastic.levels import Levels
 from jaxllm.serving.ground.bundles import open_tokenizer
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.host.machine import give_back_memory, require_not_forked, watch_for_forks
+from jaxllm.serving.host.machine import require_not_forked, watch_for_forks
+from jaxllm.serving.host.process_memory import STAGES, give_back_libraries, give_back_memory
 from jaxllm.serving.host.progress import Progress, loading
 from jaxllm.serving.opening.make_runners import make_runners
 from jaxllm.serving.opening.weight_source import streamed_weights
@@ -69,6 +70,7 @@ class LoadedModel:
         """
         require_not_forked()
         watch_for_forks()
+        STAGES.end("modules")
         began = time.perf_counter()
         self.bundle = bundle
         quantized = bundle.layout.weights not in ("f32", "bf16")
@@ -117,7 +119,12 @@ class LoadedModel:
             if read_ahead and runner.resident:
                 # The buckets of a short request, which nearly every start needs.
                 runner.buckets.read_ahead(runner.buckets_for(1, _SHORT_ANSWER))
+            STAGES.end("weights")
             self.tokenizer = open_tokenizer(bundle.tokenizer_files())
+            if self.options.spare_memory:
+                # Of its text and what was parsed from it.
+                give_back_memory()
+            STAGES.end("tokenizer")
             if checked_later:
                 bundle.verify_weights(on_segment=lambda _, size: loaded(size))
         except BaseException:
@@ -191,13 +198,19 @@ class LoadedModel:
         if prompt_tokens is None:
             runners = [self.runner(each) for each in (self.levels if level == FULL_LEVEL else (level,))]
             needed = [bucket for each in runners for bucket in each.buckets_for()]
-            runner.fill([*needed, *runner.buckets_for(trees=trees)], progress)
+            needed += runner.buckets_for(trees=trees)
+            if self.options.spare_memory:
+                later = [each for own in runners if own.batch is not None for each in own.batch.buckets()]
+                self.runners.buckets.keep([*needed, *later], progress)
+            runner.fill(needed, progress)
             # One of the levels that share buckets, if possible with integer prefill, too.
             runners.sort(key=lambda each: each.int8 is not None and each.int8.possible)
             for each in {each.model.bucket_level: each for each in runners}.values():
                 each.rehearse()
-            # Loading and compiling buckets leaves gaps in memory.
+            # Loading and compiling buckets leaves gaps in memory, and pages that only a start needs.
             give_back_memory()
+            give_back_libraries()
+            STAGES.end("buckets")
         elif 0 < prompt_tokens <= self.options.context_tokens:
             answer = max_tokens if speculation is None else speculation.cache_tokens(max_tokens)
             runner.prepare(prompt_tokens, answer, progress, trees=trees)

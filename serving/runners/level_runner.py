@@ -109,7 +109,8 @@ class LevelRunner(Runner):
         if every:
             for short, long in itertools.pairwise(caches):
                 found.append(self.model.bucket(GrowBucket, short_tokens=short, long_tokens=long))
-            found += [*([] if self.batch is None else self.batch.all_buckets()), *self._context_buckets()]
+            batches = [] if self.batch is None or self.options.spare_memory else self.batch.buckets()
+            found += [*batches, *self._context_buckets()]
         return list(dict.fromkeys(found))
 
     @abc.abstractmethod

@@ -69,8 +69,9 @@ class Batch:
 
         return cls(runner) if can_decode_rows(params, jnp.dtype(options.cache_dtype)) else None
 
-    def all_buckets(self) -> list[Bucket]:
-        """The buckets of batches, of any number of rows and cache length."""
+    def buckets(self) -> list[Bucket]:
+        """The buckets of batches, of any number of rows and cache length. If memory is spared, they are
+        loaded when so many answers first run (see `sizes`)."""
         options = self._runner.options
         return [self._bucket(rows, cache) for cache in options.cache_tokens for rows in options.batch_rows]
 
@@ -78,9 +79,24 @@ class Batch:
         """Decodes up to each row's limit in one dispatch, or in several if no bucket has enough rows; returns
         results in the order of `rows`. Their caches and samplers are donated. Caches of different lengths
         first become as long as the longest."""
-        most = self._runner.options.batch_rows[-1]
-        groups = [rows[first : first + most] for first in range(0, len(rows), most)]
-        return [found for group in groups for found in self._dispatch(group)]
+        if not rows:
+            return []
+        capacity, sizes = _capacity(rows), self.sizes(rows)
+        groups = [rows[first : first + sizes[-1]] for first in range(0, len(rows), sizes[-1])]
+        return [found for group in groups for found in self._dispatch(group, sizes, capacity)]
+
+    def sizes(self, rows: Sequence[BatchRow]) -> Sequence[int]:
+        """The numbers of rows with buckets for a batch, ascending. Where they are loaded when first used,
+        this begins to load the best one; smaller ones serve until it is ready, and at first none."""
+        runner = self._runner
+        sizes = runner.options.batch_rows
+        if runner.options.spare_memory:
+            capacity = _capacity(rows)
+            best = next((each for each in sizes if each >= len(rows)), sizes[-1])
+            if len(rows) > 1:
+                runner.buckets.begin_loading(self._bucket(best, capacity))
+            sizes = [each for each in sizes if runner.buckets.is_ready(self._bucket(each, capacity))]
+        return sizes
 
     def rehearse(self) -> None:
         """Runs each bucket once (see `LevelRunner.rehearse`)."""
@@ -89,14 +105,13 @@ class Batch:
             for rows in runner.options.batch_rows:
                 if self._bucket(rows, capacity) in runner.buckets:
                     caches = [runner.empty_cache(capacity) for _ in range(rows)]
-                    self._dispatch([self._idle_row(each, limit=1) for each in caches])
+                    self._dispatch([self._idle_row(each, limit=1) for each in caches], (rows,), capacity)
 
-    def _dispatch(self, rows: Sequence[BatchRow]) -> list[DecodedRow]:
+    def _dispatch(self, rows: Sequence[BatchRow], sizes: Sequence[int], capacity: int) -> list[DecodedRow]:
         from jaxllm.steps.batch import RowLimits
 
         runner = self._runner
-        size = next(each for each in runner.options.batch_rows if each >= len(rows))
-        capacity = max(row.cache.capacity_tokens for row in rows)
+        size = next(each for each in sizes if each >= len(rows))
         compiled = runner.buckets.get(self._bucket(size, capacity))
         # Reuses the padding of the last dispatch; none is left after a failure.
         there, self._padding = self._padding, []
@@ -136,6 +151,10 @@ class Batch:
             stop_ids=np.full(MAX_STOP_IDS, -1, np.int32),
             limit=limit,
         )
+
+
+def _capacity(rows: Sequence[BatchRow]) -> int:
+    return max(row.cache.capacity_tokens for row in rows)
 
 
 class ResidentRunner(LevelRunner):

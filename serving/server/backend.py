@@ -59,7 +59,7 @@ class Backend:
     """
 
     def __init__(self, limits: Limits | None = None, bindings: Bindings | None = None) -> None:
-        self.limiter, self.metrics = Limiter(limits or Limits()), Metrics(self.snapshot)
+        self.limiter, self.metrics = Limiter(limits or Limits()), Metrics(self.snapshot, self._measure)
         self.bindings = bindings or Bindings()
         self.executor: Executor | None = None
         self._facts: ModelFacts | None = None
@@ -363,7 +363,8 @@ class Backend:
         running: number of answers by app and level.
         memory: `process_bytes`, `limit_bytes` (0 for none), `pressure` (share of time in which tasks of the
           machine waited for memory), and `holdings` by kind, each with `size_bytes` and optionally
-          `limit_bytes` and `least_bytes`.
+          `limit_bytes` and `least_bytes`; on Linux `parts` by what takes memory and `pages` by their kind,
+          each together `process_bytes`, and `children_bytes` of child processes.
         contexts: by app, `contexts`, `pinned`, `stored_bytes`, and resident `chunks` by bits.
         adapters: bytes by name.
         experts: `visits`, `hits`, `foreseen` (predicted) since the start, and the `hit_rate`.
@@ -383,11 +384,17 @@ class Backend:
             **self._storage(),
             "queue": {**queued, "oldest_ms": max(waits, default=0.0)},
             "running": running,
-            "memory": executor.memory.figures(executor.cache_bytes, adapters.size_bytes),
+            "memory": executor.memory.figures(
+                executor.cache_bytes, adapters.size_bytes, executor.resident_cache_bytes
+            ),
             "adapters": {each.name: each.size_bytes for each in adapters.facts()},
             "grammars": executor.service.engine.grammars.counts,
             **({} if contexts is None else {"contexts": contexts.figures()}),
         }
+
+    def _measure(self) -> None:
+        if self.executor is not None:
+            self.executor.memory.measure()
 
     def close(self) -> None:
         """Stops the threads that encode prompts and cut images."""

@@ -226,6 +226,18 @@ class Executor:
         """Memory of the caches of running answers."""
         return sum(job.cache_bytes for job in list(self._jobs.values()))
 
+    @property
+    def resident_cache_bytes(self) -> int:
+        """The part of `cache_bytes` that is resident: measured, or of a cache that a dispatch owns the share
+        of its tokens."""
+        total = 0
+        for job in list(self._jobs.values()):
+            if (run := job.run) is not None:
+                found = run.session.resident_bytes
+                room = run.runner.options.context_tokens
+                total += job.cache_bytes * len(run.sequence) // room if found is None else found
+        return total
+
     def _notify(self) -> None:
         with self._wake:
             self._wake.notify()
@@ -278,6 +290,7 @@ class Executor:
             if idle and self._refusing is not None:
                 return False
             late = self._close_at_s is not None and self.beat_s >= self._close_at_s
+        self.memory.settle(idle=idle)
         if idle:
             if self._idle_work is None or not self._idle_work.step():
                 with self._wake:
@@ -439,8 +452,13 @@ class Executor:
         del self._jobs[job.id]
         if job.context_call is not None:
             self.require_contexts().ended(job.call.app, job.context_call.record.name)
-        elif keep and job.run is not None and job.run.request.source is None:
-            self.sessions.keep(job.call.app, job.call.prefix_key, job.run.session)
+            return
+        if job.run is None:
+            return
+        kept = keep and job.run.request.source is None
+        if not kept or not self.sessions.keep(job.call.app, job.call.prefix_key, job.run.session):
+            # What refers to the run may be garbage, which is collected later than caches fill memory.
+            job.run.session.take()
 
 
 # An id that every model has: a text may have characters without ids.

@@ -24,7 +24,15 @@ from typing import Any
 
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.engine.request import Session
-from jaxllm.serving.host.machine import give_back_memory, memory_bytes, memory_pressure, resident_bytes
+from jaxllm.serving.host.machine import memory_bytes, memory_pressure
+from jaxllm.serving.host.process_memory import (
+    STAGES,
+    ProcessMemory,
+    children_bytes,
+    give_back_memory,
+    process_memory,
+    resident_bytes,
+)
 
 _log = logging.getLogger(__name__)
 PREFIX_BYTES = 256 << 20
@@ -211,7 +219,7 @@ class PrefixSessions:
             return Session()
         session = best.session
         if len(session.tokens) - common <= _MOST_LEFT:
-            self._drop(best)
+            self._remove(best)
             return session
         # Mark it as recently used.
         self._kept.remove(best)
@@ -220,12 +228,12 @@ class PrefixSessions:
             forked = runner.fork(session.cache, common)
         return Session(session.tokens[:common], forked, session.weights_version)
 
-    def keep(self, app: str, key: str, session: Session) -> None:
+    def keep(self, app: str, key: str, session: Session) -> bool:
         """Caches the session of an ended answer; at a limit the least recently used are evicted, the app's
-        own first."""
+        own first. Returns whether it is cached."""
         size, own = session.size_bytes, self._app_bytes(app) or self.limit_bytes
         if not size or len(session.tokens) < _LEAST_COMMON or size > min(own, self.limit_bytes):
-            return
+            return False
         # Sessions that it continues are no longer useful.
         for each in list(self._kept):
             tokens, version = each.session.tokens, each.session.weights_version
@@ -236,6 +244,13 @@ class PrefixSessions:
         self.size_bytes += size
         self._shrink([each for each in self._kept if each.app == app], own)
         self._shrink(self._kept, self.limit_bytes)
+        return True
+
+    @property
+    def resident_bytes(self) -> int:
+        """The part of `size_bytes` that is resident, where the system reports it."""
+        found = [(each.session.resident_bytes, each.size_bytes) for each in list(self._kept)]
+        return sum(size if resident is None else resident for resident, size in found)
 
     def forget(self, weights_versions: Collection[tuple[int, int]]) -> None:
         """Drops the sessions of weights that were unloaded."""
@@ -256,6 +271,11 @@ class PrefixSessions:
                 excess -= each.size_bytes
 
     def _drop(self, kept: _Kept) -> None:
+        self._remove(kept)
+        # Its run, which has the session, may be garbage that is collected much later.
+        kept.session.take()
+
+    def _remove(self, kept: _Kept) -> None:
         self._kept.remove(kept)
         self.size_bytes -= kept.size_bytes
 
@@ -278,6 +298,7 @@ class ServiceMemory:
         follow_pressure: bool = False,
         holdings: Sequence[Any] = (),
         weights_bytes: Callable[[], int] = lambda: 0,
+        weights_files: Collection[str] = (),
         app_bytes: Callable[[str], int] = lambda app: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -290,6 +311,7 @@ class ServiceMemory:
             limit.
           holdings: memory besides prefixes that can be resized, of different kinds.
           weights_bytes: returns the bytes of weights that stay in memory.
+          weights_files: absolute paths of files from which weights are mapped.
           app_bytes: returns the maximum bytes of an app's caches of ended answers; 0 for no limit.
           clock: monotonic clock in seconds.
 
@@ -306,7 +328,9 @@ class ServiceMemory:
                     "psi=1): leave out follow_pressure, or give a memory budget"
                 )
         self._limit_bytes, self._clock = limit, clock
-        self._weights_bytes = weights_bytes
+        self._weights_bytes, self._weights_files = weights_bytes, frozenset(weights_files)
+        self._measured: tuple[ProcessMemory, int] | None = None
+        self._used_s: float | None = None
         prefix_bytes = min(prefix_bytes, limit // _PREFIX_SHARE) if limit else prefix_bytes
         self.sessions = PrefixSessions(prefix_bytes, app_bytes)
         own = [self.sessions, *holdings]
@@ -359,12 +383,31 @@ class ServiceMemory:
             _log.error("memory stays as it is: %s", error)
             return False
 
-    def figures(self, cache_bytes: int, adapter_bytes: int = 0) -> dict[str, Any]:
+    def settle(self, *, idle: bool) -> None:
+        """Returns to the system what answers have freed, once, when there has been nothing to answer for a
+        while."""
+        now = self._clock()
+        if not idle:
+            self._used_s = now
+        elif self._used_s is not None and now - self._used_s >= _INTERVAL_S:
+            self._used_s = None
+            give_back_memory()
+
+    def measure(self) -> None:
+        """Measures the process for `figures`, in some tens of milliseconds, if the system reports it. From
+        any thread."""
+        with contextlib.suppress(ConfigError):
+            self._measured = process_memory(), children_bytes()
+
+    def figures(
+        self, cache_bytes: int, adapter_bytes: int = 0, resident_cache_bytes: int | None = None
+    ) -> dict[str, Any]:
         """Memory by kind as of the last step, for metrics (see `Backend.snapshot`). From any thread.
 
         Args:
           cache_bytes: bytes of caches of running answers.
           adapter_bytes: bytes of low-rank adapters.
+          resident_cache_bytes: resident bytes of these caches.
         """
         fixed = {"weights": self._weights_bytes(), "kv": cache_bytes}
         fixed |= {"adapters": adapter_bytes} if adapter_bytes else {}
@@ -376,4 +419,22 @@ class ServiceMemory:
         # Not available on systems other than Linux.
         with contextlib.suppress(ConfigError):
             figures["process_bytes"] = self._taken_bytes or resident_bytes()
+        if self._measured is not None:
+            memory, children = self._measured
+            files = sum(memory.files.values())
+            figures |= {"process_bytes": memory.resident, "children_bytes": children}
+            figures["pages"] = {**memory.kinds, "files": files}
+            figures["parts"] = self._parts(memory, cache_bytes, resident_cache_bytes)
         return figures | ({} if self._pressure is None else {"pressure": self._pressure})
+
+    def _parts(self, memory: ProcessMemory, cache_bytes: int, resident: int | None) -> dict[str, int]:
+        """Resident memory by what takes it; together all of the process. `rest` is what no other part counts,
+        or below 0 if they count more: a start's stages have also grown by what was freed later."""
+        parts = dict(STAGES.grown)
+        mapped = sum(size for path, size in memory.files.items() if path in self._weights_files)
+        parts["weights"] = parts.get("weights", 0) + mapped
+        parts["libraries"] = sum(memory.files.values()) - mapped
+        parts["kv"] = cache_bytes if resident is None else resident
+        parts["prefixes"] = self.sessions.resident_bytes
+        parts |= {each.name: each.size_bytes for each in self._holdings if each.name == "contexts"}
+        return parts | {"rest": memory.resident - sum(parts.values())}

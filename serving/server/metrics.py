@@ -5,6 +5,7 @@ current values on each scrape. Names of apps become labels, so their number is b
 no data, so anyone may load it; metrics name all apps and their times, and are for operators.
 """
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -98,6 +99,9 @@ GAUGES = (
     ("context_stored_bytes", "Bytes of an app's contexts on storage.", "app", "contexts.*.stored_bytes"),
     ("context_chunks", "Resident chunks of an app's contexts by width.", "app bits", "contexts.*.chunks.*"),
     ("memory_bytes", "Resident memory of the process.", "", "memory.process_bytes"),
+    ("memory_part_bytes", "Resident memory by what takes it, all of it together.", "part", "memory.parts.*"),
+    ("memory_pages_bytes", "Resident memory by kind of page, all of it together.", "kind", "memory.pages.*"),
+    ("memory_children_bytes", "Proportional memory of child processes.", "", "memory.children_bytes"),
     ("memory_limit_bytes", "Budget of the process; 0 for none.", "", "memory.limit_bytes"),
     ("memory_pressure", "Share of time that tasks wait for memory.", "", "memory.pressure"),
     ("holding_size_bytes", "Memory by what takes it.", "holding", "memory.holdings.*.size_bytes"),
@@ -120,9 +124,13 @@ class Metrics:
 
     Args:
       snapshot: `Backend.snapshot`, for gauges.
+      measure: measures memory for `snapshot`, slowly; called in a thread before each scrape.
     """
 
-    def __init__(self, snapshot: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self, snapshot: Callable[[], Mapping[str, Any]], measure: Callable[[], None] = lambda: None
+    ) -> None:
+        self.measure = measure
         self._names, self._kinds = _Names(_MOST_APPS), _Names(_MOST_KINDS)
         self._snapshot, self._registry = snapshot, CollectorRegistry(auto_describe=False)
         self._metrics: dict[str, Counter | Histogram] = {}
@@ -238,9 +246,10 @@ def metric_routes(metrics: Metrics) -> list[Route]:
 
         return answer
 
-    # In the event loop, as backends require, not in a thread.
+    # Values are read in the event loop, as backends require, not in a thread.
     async def read(request: Request) -> Response:
         if is_operator(request.scope):
+            await asyncio.to_thread(metrics.measure)
             return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST, headers=_NOT_STORED)
         refusal = error_response(ApiError(_NOT_OPERATOR, status=403, code="not_operator"), openai_body)
         refusal.headers.update(_NOT_STORED)

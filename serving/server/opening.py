@@ -37,7 +37,13 @@ from jaxllm.serving.experts.weights import ExpertWeights
 from jaxllm.serving.ground.bundles import find_model, levels_of, open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
-from jaxllm.serving.host.machine import resident_bytes
+from jaxllm.serving.host.process_memory import (
+    STAGES,
+    give_back_large_blocks,
+    give_back_libraries,
+    give_back_memory,
+    resident_bytes,
+)
 from jaxllm.serving.images.encoder import ImageEncoder
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
@@ -330,6 +336,8 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
       JaxllmError: the model or an adapter cannot be opened.
     """
     contexts, seen = options.context_options(), set[str]()
+    give_back_large_blocks()
+    give_back_libraries()
 
     def stages(stage: str, done: int, total: int) -> None:
         if stage not in seen:
@@ -358,6 +366,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         batch_rows=options.batch_rows,
         adapter_rank=rank,
         adapter_targets=targets,
+        spare_memory=True,
     )
     engine_of = engine_options(model, options.levels or None, engine_of, contexts)
     # Requires a codec, which is known now.
@@ -377,6 +386,10 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
             engine.model.images.prepare()
         profile = known_profile(engine, coarse=True, progress=stages)
         planner = planner_of(engine, profile, margin=SafetyMargin())
+        # Before the rehearsal, which brings back what answers need.
+        give_back_memory()
+        give_back_libraries()
+        STAGES.end("service")
         service = LLMService.of_engine(engine, planner, profile, contexts)
         opened.callback(service.close)
         found = OpenedService(service, Adapters(engine.model, options), options)
@@ -523,6 +536,7 @@ def service_memory(service: LLMService, limit_bytes: int = 0, **options: Any) ->
         limit_bytes,
         holdings=holdings(service),
         weights_bytes=lambda: weight_bytes if streamed is None else streamed.staying_bytes,
+        weights_files=[str(model.bundle.path.resolve())],
         **options,
     )
 

@@ -8,17 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxllm.errors import ConfigError
 from jaxllm.serving.host import machine
 from jaxllm.serving.host.jax_import import DEFERRED
-from jaxllm.serving.host.machine import (
-    ProcessMemory,
-    cpu_features,
-    parsed_memory,
-    process_age_ms,
-    process_memory,
-    usable_cores,
-)
+from jaxllm.serving.host.machine import cpu_features, process_age_ms, usable_cores
 
 
 def test_cores_are_those_that_this_process_may_use():
@@ -47,31 +39,6 @@ def test_only_what_compilers_look_at_counts(monkeypatch, tmp_path):
         assert platform.node() in cpu_features()
 
 
-# Of memory.
-
-SMAPS = """\
-7f00-7f01 r--s 00000000 fe:00 12345                      /models/with a space.jaxllm
-Size:                 64 kB
-Rss:                  40 kB
-Anonymous:             0 kB
-7f01-7f02 rw-p 00000000 fe:00 99                         /lib/code.so
-Rss:                  12 kB
-Anonymous:             4 kB
-7f03-7f04 rw-p 00000000 00:00 0
-Rss:                 100 kB
-Anonymous:           100 kB
-VmFlags: rd wr mr
-"""
-STATUS = "Name:\tpython\nVmHWM:\t     512 kB\nVmRSS:\t     180 kB\n"
-
-
-def test_pages_are_of_files_or_anonymous():
-    memory = parsed_memory(SMAPS, STATUS)
-    files = {"/models/with a space.jaxllm": 40 << 10, "/lib/code.so": 8 << 10}
-    assert memory == ProcessMemory(anonymous=104 << 10, files=files, peak=512 << 10)
-    assert memory.resident == 152 << 10
-
-
 def test_the_share_of_waiting_tasks_and_systems_that_do_not_tell(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "_PRESSURE", tmp_path / "memory")
     assert machine.memory_pressure() is None
@@ -84,10 +51,6 @@ def test_the_share_of_waiting_tasks_and_systems_that_do_not_tell(tmp_path, monke
     assert process_age_ms() > 0
     monkeypatch.setattr(machine, "_PROCESS_FACTS", tmp_path / "absent")
     assert process_age_ms() is None
-    assert process_memory().resident > 1 << 20
-    monkeypatch.setattr(machine, "_SMAPS", tmp_path / "smaps")
-    with pytest.raises(ConfigError, match=r"smaps: cannot be read .* on Linux"):
-        process_memory()
 
 
 # The quick import of JAX leaves a JAX that is whole.
