@@ -30,8 +30,9 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.training.calibration import BundleOutput
 from jaxllm.training.data.sources import Source
 from jaxllm.training.decoders import LoraRecipe, require_trainable, train_lora
-from jaxllm.training.elastic import job as importance
-from jaxllm.training.elastic.job import ElasticRecipe, at_level, level_counts, measure
+from jaxllm.training.elastic import importance
+from jaxllm.training.elastic.importance import measure
+from jaxllm.training.elastic.job import ElasticRecipe, at_level, level_counts
 from jaxllm.training.elastic.run import elasticize
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
 from jaxllm.training.loop.parallel import MeshShape
