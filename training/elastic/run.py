@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.bundle import WeightFormat, write_bundle
+from jaxllm.bundle.kit import write_kit
 from jaxllm.bundle.levels import Recovery, elastic_parts
 from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.bundle.writer import stored_form
@@ -285,6 +286,10 @@ def elasticize(
             "a tiny LM shortens prompts of decoders alone; make the levels of an encoder-decoder without one "
             "(--tiny-lm none)"
         )
+    if out.kit is not None and recipe.recovery == "joint":
+        raise ConfigError(
+            "a kit has no weights, and a joint recovery changes them; take --recovery lora, or no --kit"
+        )
     if cfg.encoder is not None and recipe.units != "equal":
         raise ConfigError("levels of an encoder-decoder are an equal share of each layer: take --units equal")
     if cfg.encoder is not None and recipe.shortened_share:
@@ -362,6 +367,8 @@ def elasticize(
             name=out.name or name,
             parts=parts,
         )
+        if out.kit is not None:
+            write_kit(out.kit, cfg, checkpoint.params(), parts)
         write_json(run.folder / "summary.json", facts)
     else:
         # All processes have to gather tensors that are divided over processes.
