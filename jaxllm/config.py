@@ -236,8 +236,8 @@ class ModelConfig:
             f"layer_units needs {self.layers} entries, one per layer, got {units!r:.200}",
         )
         for layer, each in enumerate(units):
-            require_int(f"kv_heads of layer {layer}", each.kv_heads, 1, self.kv_heads)
-            require_int(f"neurons of layer {layer}", each.neurons, 1, self._all_neurons(layer))
+            require_int(f"kv_heads of layer {layer}", each.kv_heads, 0, self.kv_heads)
+            require_int(f"neurons of layer {layer}", each.neurons, 0, self._all_neurons(layer))
             require(
                 not self.joint_qk_norm or each.kv_heads == self.kv_heads,
                 f"layer {layer} has {each.kv_heads} of {self.kv_heads} kv heads, but one norm goes over all "

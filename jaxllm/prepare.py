@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxllm.bundle import Bundle, Part, WeightFormat, lay_experts_apart, write_bundle
 from jaxllm.bundle.images import StoredImageEncoder, image_encoder_parts
+from jaxllm.bundle.kit import Kit
 from jaxllm.bundle.writer import Kept
 from jaxllm.checkpoints.encoder_folders import has_images, read_image_encoder, read_image_input
 from jaxllm.checkpoints.gguf_file import is_gguf
@@ -34,6 +35,7 @@ def prepare(
     ignore_keys: Collection[str] = (),
     expert_bits: int | np.ndarray = 0,
     parts: Mapping[str, Part] | None = None,
+    kit: Kit | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Writes a model as the bundle `out`, one tensor in memory at a time; for a SmolVLM folder with a
@@ -52,6 +54,8 @@ def prepare(
         `write_bundle`), so that the model runs in less memory; 0 stores experts together, in the format
         `weights`.
       parts: additions to the model, by name.
+      kit: kit that makes the model elastic: its units are put in order, and so quantized anew, at 8 bits if
+        the checkpoint is quantized and `weights` is None.
       progress: callback for ("prepare", parameters done, parameters in all).
 
     Raises:
@@ -89,7 +93,11 @@ def prepare(
         file, quantized, keeps = read_gguf(folder), True, not weights
         cfg = read_gguf_config(file, ignore_keys=ignore_keys)
         tokenizer = read_gguf_tokenizer(file, cfg.vocab_size)
-        params = read_gguf_params(file, cfg, weights, by_rows=True)
+        if kit is not None:
+            keeps, quantized, weights = False, False, weights or "int8"
+            params = kit.ordered(cfg, read_gguf_params(file, cfg, "f32"))
+        else:
+            params = read_gguf_params(file, cfg, weights, by_rows=True)
         form = weights or own_format(file)
     else:
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint(folder, ignore_keys=ignore_keys)
@@ -98,7 +106,11 @@ def prepare(
         # Whether floats keep their width next to quantized matrices.
         keeps = quantized and not weights
         floats = quantized and form != own
-        params = checkpoint.params() if floats else checkpoint.stored_params(by_rows=True)
+        if kit is not None:
+            keeps, form = False, weights or ("int8" if quantized else own)
+            params = kit.ordered(cfg, checkpoint.params())
+        else:
+            params = checkpoint.params() if floats else checkpoint.stored_params(by_rows=True)
         if has_images(checkpoint):
             images, values = read_image_encoder(checkpoint)
             try:
@@ -106,6 +118,10 @@ def prepare(
             except ConfigError as error:
                 raise CheckpointError(f"{folder}: {error}") from error
             parts = {**image_encoder_parts(found), **parts}
+    if apart and kit is not None:
+        raise CheckpointError(
+            f"{folder}: experts of a model with levels are stored together; give --expert-bits or a kit"
+        )
     if apart and quantized:
         raise CheckpointError(
             f"{folder}: experts of quantized checkpoints are stored separately in a second step: prepare it "
@@ -113,6 +129,8 @@ def prepare(
         )
     if apart:
         require_feature(cfg, "separate experts")
+    if kit is not None:
+        parts = {**parts, **kit.parts}
     total = parameter_count(cfg)
 
     def counted() -> Iterator[tuple[str, _Stored | Kept]]:

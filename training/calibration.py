@@ -148,6 +148,7 @@ class BundleOutput:
       path: path of the file.
       weights: width of the matrices; None for the checkpoint's own.
       name: display name of the model; its own by default.
+      kit: path of the kit to write as well (see `jaxllm.bundle.kit`); None for none.
 
     Raises:
       CheckpointError: the folder of the file does not exist.
@@ -156,6 +157,7 @@ class BundleOutput:
     path: Path
     weights: WeightFormat | None = None
     name: str = ""
+    kit: Path | None = None
 
     def __post_init__(self) -> None:
         if not (folder := Path(self.path).parent).is_dir():

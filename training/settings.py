@@ -160,6 +160,9 @@ class LevelSettings(Recipe):
         "Choose a level's units as an equal share of each layer, or across layers by importance per "
         "parameter.",
     )
+    depth: bool = option(
+        False, "With --units global, a level may lack all kv groups, or all neurons, of a layer."
+    )
     recovery: Literal["lora", "joint", "none"] = option(
         "lora",
         "Train an adapter for each level (as in the recipe `adapters`), all levels' weights jointly, or "

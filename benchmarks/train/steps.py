@@ -39,7 +39,8 @@ from jaxllm.quant.blocks import BlockedArray, blocked_shapes
 from jaxllm.training.data.rows import Batch
 from jaxllm.training.data.sources import Source
 from jaxllm.training.decoders import LoraRecipe, PretrainRecipe, lora_job, pretrain_job
-from jaxllm.training.elastic.job import joint_job, unit_step
+from jaxllm.training.elastic.importance import unit_step
+from jaxllm.training.elastic.job import joint_job
 from jaxllm.training.loop.hardware import known_device, peak_memory_bytes, step_flops_per_token
 from jaxllm.training.loop.parallel import MeshShape, make_mesh, place_rows, stacks_layers
 from jaxllm.training.loop.trainer import Job, Preempted, Trainer, train

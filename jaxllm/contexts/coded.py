@@ -80,6 +80,6 @@ class QuantizedPrefix:
             rows = jnp.zeros((len(blobs), heads, self.form.tokens, width), dtype)
             for chosen, pair in parts:
                 rows = jnp.where(chosen, pair[side], rows)
-            return rows.swapaxes(0, 1).reshape(1, heads, -1, width)
+            return rows.swapaxes(0, 1).reshape(1, heads, len(blobs) * self.form.tokens, width)
 
         return joined(0), joined(1)

@@ -2,8 +2,9 @@
 
 A level is a share, in percent, of the parameters of all layers. Anchor layers, the most important ones, stay
 whole as long as the share allows; the other layers shrink evenly, by whole units. Alternatively a ladder
-defines the number of units of each level and layer (see `chosen_ladder`). A sub-model has a prefix of each
-layer's units, so that all levels read the same buffers from the start.
+defines the number of units of each level and layer (see `chosen_ladder`); a layer may then have no kv group
+or no neuron, and its block adds nothing: depth is a second axis. A sub-model has a prefix of each layer's
+units, so that all levels read the same buffers from the start.
 
 Every level is a part of the whole model, but not always of the next larger level: if that has one kv group
 more in a layer, it may have a few neurons fewer.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.config import FULL_LEVEL, LayerUnits, ModelConfig
@@ -66,8 +68,8 @@ class Ladder:
         if self.units and len(self.units) != len(self.levels) - 1:
             raise ConfigError(f"units of {len(self.units)} levels for {len(self.levels) - 1} below the whole")
         pairs = [pair for level in self.units for pair in level]
-        if any(len(pair) != 2 or any(type(n) is not int or n < 1 for n in pair) for pair in pairs):
-            raise ConfigError("units of a layer must be a number of kv groups and one of neurons, at least 1")
+        if any(len(pair) != 2 or any(type(n) is not int or n < 0 for n in pair) for pair in pairs):
+            raise ConfigError("units of a layer must be a number of kv groups and one of neurons, at least 0")
 
     def to_json(self) -> dict[str, Any]:
         """The ladder as a plain dict for `from_json`."""
@@ -200,7 +202,12 @@ def _size(kept: list[LayerUnits], costs: list[tuple[int, int]]) -> int:
 
 
 def chosen_ladder(
-    cfg: ModelConfig, levels: tuple[int, ...], groups: Sequence[np.ndarray], neurons: Sequence[np.ndarray]
+    cfg: ModelConfig,
+    levels: tuple[int, ...],
+    groups: Sequence[np.ndarray],
+    neurons: Sequence[np.ndarray],
+    *,
+    depth: bool = False,
 ) -> Ladder:
     """The levels of a model, with their units chosen over all layers at once, by importance per parameter.
 
@@ -208,13 +215,14 @@ def chosen_ladder(
     the capacity, kv groups and steps of neurons the items, importance their value. Units of a layer are added
     in their order, most important first, so that a greedy choice by importance per parameter is the optimum
     of the knapsack whose last item may be cut (Dantzig 1957), and no whole choice is better by more than that
-    item. Every layer keeps at least a kv group and a step of neurons.
+    item. Every layer keeps at least a kv group and a step of neurons, unless levels may lack `depth`.
 
     Args:
       cfg: the whole model.
       levels: levels in percent, ascending, the last one 100.
       groups: per layer the importances of its kv groups `[K]`, in any order.
       neurons: per layer those of its neurons, `[F]`, or `[E, F]` for experts.
+      depth: whether a layer may have no kv group, or no neuron, in a level.
 
     Raises:
       ConfigError: malformed levels.
@@ -226,13 +234,14 @@ def chosen_ladder(
     for layer in range(cfg.layers):
         whole, (group, neuron) = cfg.units(layer), unit_sizes(cfg, layer)
         step = neuron_step(whole.neurons)
-        least.append((1, step, group + step * neuron))
+        kept = (0, 0) if depth else (1, step)
+        least.append((*kept, kept[0] * group + kept[1] * neuron))
         falling = -np.sort(-np.asarray(groups[layer], np.float64))
-        items += [(value / group, layer, False, 1, group) for value in falling[1:].tolist()]
+        items += [(value / group, layer, False, 1, group) for value in falling[kept[0] :].tolist()]
         # A neuron of a level is one of every expert.
         each = -np.sort(-np.asarray(neurons[layer], np.float64), axis=-1)
         each = each.sum(0) if each.ndim == 2 else each
-        for first in range(step, whole.neurons, step):
+        for first in range(kept[1], whole.neurons, step):
             own = each[first : first + step]
             items.append((float(own.mean()) / neuron, layer, True, len(own), len(own) * neuron))
     items.sort(key=lambda item: -item[0])
@@ -302,6 +311,8 @@ def shared_sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
     def beginning(weight: Weight, name: str) -> Weight:
         if tuple(weight.shape) == shapes[name]:
             return weight
+        if 0 in shapes[name]:
+            return _cut(weight, name, shapes[name], take_units)
         leaves = jax.tree.leaves(weight)
         if any(isinstance(each, jax.ShapeDtypeStruct) for each in leaves):
             # Streamed weights are only given as shapes.
@@ -372,6 +383,8 @@ def _cut(weight: Weight, name: str, shape: tuple[int, ...], take: Callable[[Weig
         return weight
     stacked = ".experts." in name
     has, wanted = weight.shape[int(stacked)], shape[int(stacked)]
+    if not wanted:
+        return jnp.zeros(shape, jnp.float32)
     if has < wanted:
         raise ConfigError(f"{name} has {has} units, the sub-model {wanted}: cut it from the whole model")
     return narrow(weight, wanted) if stacked else take(weight, wanted)

@@ -4,6 +4,7 @@ quantization methods.
 It computes one chunk from an empty cache. Requests are served by the stages of `subgraphs.py` instead.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,7 +118,7 @@ def layer_by_rule(
     weights, units = LayerParams(params, f"layers.{layer}."), cfg.units(layer)
 
     def multiplied(product: int, rows: jax.Array) -> list[jax.Array]:
-        found = rule(layer, product, rows.reshape(rows.shape[1], -1))
+        found = rule(layer, product, rows.reshape(rows.shape[1], math.prod(rows.shape[2:])))
         _, biases = matrices_of(weights, product, cfg)
         return [
             each if bias is None else each + bias.reshape(-1)
@@ -130,8 +131,9 @@ def layer_by_rule(
         return add_normed(x, mixed[None], weights.norm(norm, cfg))
 
     q, k, v = multiplied(0, normalize(x, weights.norm("attn_norm", cfg)))
-    shape = (1, len(at.positions), units.kv_heads, -1)
-    heads = normed_heads(weights, q.reshape(shape), k.reshape(shape), v.reshape(shape), cfg)
+    shape = (1, len(at.positions), units.kv_heads)
+    keys = (each.reshape(*shape, cfg.head_dim) for each in (k, v))
+    heads = normed_heads(weights, q.reshape(*shape, cfg.group * cfg.head_dim), *keys, cfg)
     none = jnp.zeros((1, units.kv_heads, shape[1], cfg.head_dim), jnp.float32)
     out, _ = attend_cache(heads, None, cfg=cfg, layer=layer, at=at, past=Past(none, none), mass=None)
     x = with_residual(x, multiplied(1, out)[0], "attn_post_norm")
@@ -143,5 +145,5 @@ def layer_by_rule(
 
 def _product(x: jax.Array, weight: Any, product: int, step: jax.Array | None) -> jax.Array:
     if contracts_last_axis(product):
-        return to_units(x, weight, step=step).reshape(len(x), -1)
+        return to_units(x, weight, step=step).reshape(len(x), math.prod(weight.shape[:-1]))
     return from_units(x.reshape(len(x), *weight.shape[:-1]), weight, step=step)

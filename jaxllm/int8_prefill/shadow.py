@@ -14,6 +14,7 @@ Steps, channels and layers are chosen by `calibration.py`.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -92,6 +93,10 @@ def shadow_products(
     Returns:
       `[T, outputs]` float32 for each weight, and the number of channels with an outlier, int32 scalar.
     """
+    if not x.shape[-1] or not math.prod(weights[0].shape):
+        # Of a level's block without units.
+        none = [jnp.zeros((len(x), _outputs(each, last)), jnp.float32) for each in weights]
+        return none, jnp.zeros((), jnp.int32)
     x = x.astype(jnp.float32)
     hit = jnp.any(jnp.abs(x) > np.float32(TOP_LEVEL) * step, axis=0)
     count = jnp.sum(hit, dtype=jnp.int32)

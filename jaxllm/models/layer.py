@@ -146,7 +146,7 @@ def attended(
             k, v, *gate = others
             heads = normed_heads(weights, q, k, v, cfg, batch_invariant=batch_invariant)
     out, kept = attend(heads, groups)
-    out = out.reshape(*out.shape[:3], -1)
+    out = out.reshape(*out.shape[:3], out.shape[-2] * out.shape[-1])
     if gate:
         out = by_sequence(
             lambda out, gate: out * jax.nn.sigmoid(gate), out, *gate, batch_invariant=batch_invariant
@@ -184,7 +184,7 @@ def normed_heads(
             normed(each.reshape(*each.shape[:2], -1), name).reshape(each.shape)
             for name, each in (("q", q), ("k", k))
         )
-    q = q.reshape(*q.shape[:3], -1, k.shape[-1])
+    q = q.reshape(*q.shape[:3], q.shape[-1] // k.shape[-1], k.shape[-1])
     if cfg.qk_norm and not cfg.joint_qk_norm:
         q, k = normed(q, "q"), normed(k, "k")
     if cfg.qkv_clip:

@@ -73,12 +73,14 @@ class LoraConfig:
 
 
 def adapted_parameters(cfg: ModelConfig, targets: tuple[str, ...]) -> tuple[str, ...]:
-    """The names of a model's parameters that are among `targets`, in the model's order.
+    """The names of a model's parameters that are among `targets`, in the model's order, without those that
+    have no units in a sub-model.
 
     Raises:
       ConfigError: the model has none of them.
     """
-    found = tuple(name for name in param_specs(cfg) if target_of(name) in targets)
+    specs = param_specs(cfg).items()
+    found = tuple(name for name, spec in specs if target_of(name) in targets and math.prod(spec.shape))
     if not found:
         raise ConfigError(f"this {cfg.model_type} model has none of {', '.join(targets)} to adapt")
     return found

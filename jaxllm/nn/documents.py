@@ -93,6 +93,8 @@ def document_attention(
       `[B, T, K, G, H]` in q's dtype; differentiable in q, k, v and sink logits.
     """
     by_xla = functools.partial(_by_xla, options=options, branches=branches)
+    if not q.size:
+        return q
     # Branches are scored, not trained.
     if branches is not None:
         return by_xla(q, k, v, starts)

@@ -309,6 +309,8 @@ def cached_attention(
       updated mass.
     """
     (q, k, v, _), window = new, options.window
+    if not q.size:
+        return q, past, mass
 
     def by_kernel(q: jax.Array, past: Past, mass: jax.Array | None):
         wide = jnp.float32

@@ -143,6 +143,8 @@ def to_units(
 ) -> jax.Array:
     """Contracts the last axis of `x` `[..., D]` with that of `weight` `[*U, D]`: `[..., *U]`."""
     units, width = weight.shape[:-1], weight.shape[-1]
+    if not math.prod(units):
+        return jnp.zeros((*x.shape[:-1], *units), x.dtype)
     rows = x.reshape(-1, width)
 
     def by_kernel(rows: jax.Array, weight: Adaptable, options: _Options) -> jax.Array:
@@ -190,7 +192,10 @@ def normed_to_units(
         ]
 
     options: _Options = {"used": used, "step": step, "valid_rows": valid_rows}
-    if (norm is None or norm.bias is None) and _one_format(weights):
+    if not math.prod(weights[0].shape):
+        # Nothing to compute: a level's block without units.
+        outs = apart(x, None, list(weights), options)
+    elif (norm is None or norm.bias is None) and _one_format(weights):
         outs = natively(together, apart, x, norm, list(weights), options)
     else:
         outs = apart(x, norm, list(weights), options)
@@ -212,6 +217,9 @@ def from_units(
     `[..., D]` if there is one: `[..., D]`."""
     units, width = weight.shape[:-1], weight.shape[-1]
     batch = h.shape[: h.ndim - len(units)]
+    if not math.prod(units):
+        out = _with_bias(jnp.zeros((*batch, width), h.dtype), bias)
+        return out if residual is None else residual + out
 
     def by_kernel(
         h: jax.Array, weight: Adaptable, residual: jax.Array | None, options: _Options
@@ -291,7 +299,12 @@ def feed_forward(
         return x + out if add_input and not fused else out
 
     options: _Options = {"used": used, "steps": steps, "valid_rows": valid_rows}
-    if weights.biased or weights.drop is not None or not _one_format(weights.weights):
+    if (
+        not weights.up.shape[0]
+        or weights.biased
+        or weights.drop is not None
+        or not _one_format(weights.weights)
+    ):
         return apart(x, norm, weights, options)
     return natively(together, apart, x, norm, weights, options)
 

@@ -287,7 +287,7 @@ _ORIGIN_FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "codec": lambda value: isinstance(value, str) and (value == "raw" or value in CODECS),
     "chunk_tokens": _is_size,
     "dtype": lambda value: value in ("float32", "float16", "bfloat16"),
-    "heads": lambda value: _rows(_is_size)(value) and 0 < len(value) <= 1 << 12,
+    "heads": lambda value: _rows(_counts(0, 1 << 16))(value) and 0 < len(value) <= 1 << 12,
     "head_width": lambda value: _is_size(value) and value % 4 == 0,
     "state_bytes": _counts(0, _MAX_STATE_BYTES),
 }

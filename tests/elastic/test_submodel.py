@@ -46,6 +46,12 @@ from tests.kernels.switching import fall_back
 from tests.quick_jit import jit
 
 LADDER = Ladder(anchors=(1,))
+# Level 30 lacks a layer's heads, another's neurons, and a layer.
+DEPTH = Ladder(levels=(30, 100), units=(((0, 32), (2, 0), (0, 0)),))
+
+
+def part_of(cfg: ModelConfig, level: int) -> ModelConfig:
+    return sub_config(cfg, DEPTH if level == 30 else LADDER, level)
 
 
 @functools.partial(jit, static_argnames=("cfg", "differentiable", "kernels"))
@@ -72,10 +78,11 @@ def cut_by_hand(cfg: ModelConfig, params):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "level"), [("llama", 20), ("mixtral", 20), *((name, 50) for name in MODELS)]
+    ("name", "level"),
+    [("llama", 20), ("llama", 30), ("gpt2", 30), ("mixtral", 20), *((name, 50) for name in MODELS)],
 )
 def test_a_level_computes_what_its_units_alone_compute(name, level):
-    cfg = sub_config(MODELS[name], LADDER, level)
+    cfg = part_of(MODELS[name], level)
     params = scaled_params(MODELS[name])
     expected = documents(cut_by_hand(cfg, params), cfg)
     whole = documents(params, cfg.whole)
@@ -91,17 +98,22 @@ DENSE = [name for name, cfg in MODELS.items() if not cfg.experts]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "bits", "kernels"),
-    [*((name, 8, "native") for name in DENSE), ("llama", 4, "native"), ("llama", 8, "xla")],
+    ("name", "bits", "level", "kernels"),
+    [
+        *((name, 8, 50, "native") for name in DENSE),
+        *((name, 8, 30, "native") for name in ("llama", "gpt2")),
+        ("llama", 4, 30, "native"),
+        ("llama", 8, 50, "xla"),
+    ],
 )
-def test_a_level_may_be_told_by_counts_alone(name, bits, kernels, monkeypatch):
+def test_a_level_may_be_told_by_counts_alone(name, bits, level, kernels, monkeypatch):
     """Documents and caches, with an adapter of which only the first ranks are used."""
     if kernels == "xla":
         fall_back(monkeypatch)
     elif not native.kernels().native:
         pytest.skip("without native kernels")
     whole = MODELS[name]
-    cfg = sub_config(whole, LADDER, 50)
+    cfg = part_of(whole, level)
     params = in_blocks(whole, scaled_params(whole), bits)
     assert can_be_counted(params, whole) == (kernels == "native")
     addressed = functools.partial(by_address, cfg=whole) if kernels == "native" else dict
@@ -312,7 +324,7 @@ def test_anchors_shrink_when_nothing_else_is_left():
         ((50.0, 100), {}, "whole percentages"),
         ((50, 100), {"anchors": (2, 1)}, "ascending numbers of layers"),
         ((50, 100), {"units": ((1, 1),) * 2}, "units of 2 levels for 1"),
-        ((50, 100), {"units": (((1, 0),),)}, "at least 1"),
+        ((50, 100), {"units": (((1, -1),),)}, "at least 0"),
     ],
 )
 def test_malformed_ladders_are_refused(levels, more, message):
@@ -328,7 +340,7 @@ def test_levels_anchors_and_units_must_be_the_models():
     for units in (((1, 1),), ((99, 1),) * LLAMA.layers):
         with pytest.raises(ConfigError, match="another model"):
             sub_config(LLAMA, Ladder(levels=(50, 100), units=(units,)), 50)
-    for units in (LayerUnits(kv_heads=5, neurons=1), LayerUnits(kv_heads=1, neurons=0)):
+    for units in (LayerUnits(kv_heads=5, neurons=1), LayerUnits(kv_heads=1, neurons=-1)):
         with pytest.raises(ConfigError, match="of layer 0 must be a whole number in"):
             dataclasses.replace(LLAMA, layer_units=(units,) * 3)
     with pytest.raises(ConfigError, match="3 entries"):
@@ -373,22 +385,28 @@ def test_levels_fill_their_share_and_layers_differ(cfg):
     assert Ladder.from_json(ladder.to_json()) == ladder
 
 
-def test_the_choice_is_the_best_but_for_an_item():
+@pytest.mark.parametrize("depth", [False, True])
+def test_the_choice_is_the_best_but_for_an_item(depth):
     cfg = dataclasses.replace(LLAMA, layers=2, attention_windows=(), ffn_size=8)
     groups, neurons = importances(cfg)
-    ladder = chosen_ladder(cfg, (50, 100), groups, neurons)
-    falling = [[np.cumsum(-np.sort(-each)) for each in kind] for kind in (groups, neurons)]
+    ladder = chosen_ladder(cfg, (50, 100), groups, neurons, depth=depth)
+    falling = [[np.append(0, np.cumsum(-np.sort(-each))) for each in kind] for kind in (groups, neurons)]
     sizes = [unit_sizes(cfg, layer) for layer in range(2)]
 
     def value(units):
-        return sum(
-            falling[0][layer][own[0] - 1] + falling[1][layer][own[1] - 1] for layer, own in enumerate(units)
-        )
+        return sum(falling[0][layer][own[0]] + falling[1][layer][own[1]] for layer, own in enumerate(units))
 
     def size(units):
         return sum(np.dot(own, cost) for own, cost in zip(units, sizes, strict=True))
 
-    every = itertools.product(range(1, 5), range(1, 9))
+    every = itertools.product(range(0 if depth else 1, 5), range(0 if depth else 1, 9))
     choices = [pair for pair in itertools.product(every, repeat=2) if size(pair) <= layer_parameters(cfg) / 2]
     best, item = max(map(value, choices)), max(map(np.max, (*groups, *neurons)))
     assert best - item <= value(ladder.units[0]) <= best
+
+
+def test_layers_without_importance_go_first_where_levels_may_lack_them():
+    groups, neurons = importances(LLAMA)
+    groups[1], neurons[2] = np.zeros_like(groups[1]), np.zeros_like(neurons[2])
+    units = chosen_ladder(LLAMA, (40, 100), groups, neurons, depth=True).units[0]
+    assert units[1][0] == units[2][1] == 0 and all(sum(each) for each in units)

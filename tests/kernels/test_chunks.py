@@ -306,7 +306,7 @@ def test_tokens_that_a_table_has_not_and_closed_tables_are_refused():
     ("change", "part"),
     [
         ({"heads": [K + 1]}, "has not the bytes of its width"),
-        ({"heads": [0]}, "a layer of chunks needs a head"),
+        ({"heads": [1 << 17]}, "a layer of chunks has too many heads"),
         ({"heads": []}, "each chunk needs a blob in each layer"),
         ({"heads": [K, K]}, "each chunk needs a blob in each layer"),
         ({"tokens": UNEVEN + 1}, "has not the bytes of its width"),

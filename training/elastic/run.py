@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxllm.bundle import WeightFormat, write_bundle
+from jaxllm.bundle.kit import write_kit
 from jaxllm.bundle.levels import Recovery, elastic_parts
 from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.bundle.writer import stored_form
@@ -35,20 +36,23 @@ from jaxllm.training.calibration import BundleOutput
 from jaxllm.training.data.documents import digesting, model_digest
 from jaxllm.training.data.rows import Splits
 from jaxllm.training.decoders import claimed_splits, require_trainable, tune
-from jaxllm.training.elastic.job import (
-    ElasticRecipe,
+from jaxllm.training.elastic.importance import (
     Importance,
-    adapter_of_level,
     calibration_batches,
-    cut_adapter,
-    divergence_job,
-    joint_job,
-    level_counts,
-    level_job,
     magnitudes,
     measure,
     random_order,
     unit_step,
+)
+from jaxllm.training.elastic.job import (
+    ElasticRecipe,
+    adapter_of_level,
+    cut_adapter,
+    cut_level_job,
+    divergence_job,
+    joint_job,
+    level_counts,
+    level_job,
 )
 from jaxllm.training.elastic.tiny_lm.labels import ElasticModel
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
@@ -205,22 +209,32 @@ def recover_levels(
     """
     cfg, recipe, splits = state.cfg, state.recipe, state.splits
     adapters = recipe.recovery == "lora"
-    whole = Trainer(level_job(cfg, served, ladder, recipe, adapters=adapters), recipe, state.mesh)
-    first = ladder.levels[0]
-    for level in ladder.levels:
+    # From the largest on, whose adapters smaller ones begin at.
+    largest_first = ladder.levels[::-1]
+    cut = adapters and cfg.encoder is None and not is_stacked(served)
+    whole = Trainer(level_job(cfg, served, ladder, recipe, adapters=adapters and not cut), recipe, state.mesh)
+    adapter: Params = {}
+    for level in largest_first:
         part = sub_config(cfg, ladder, level)
         share = layer_parameters(part) / layer_parameters(cfg)
         state.run.say(f"level {level}: {100 * share:.1f} % of the layers' parameters")
-        init = adapter_of_level(cfg, part, recipe.lora, recipe.seed) if adapters else {}
-        trainer = whole.beside(init, level_counts(cfg, ladder, level))
+        if cut and level != FULL_LEVEL:
+            trainer = Trainer(cut_level_job(cfg, served, ladder, level, recipe, adapter), recipe, state.mesh)
+        else:
+            init = adapter_of_level(cfg, part, recipe.lora, recipe.seed) if adapters and not cut else {}
+            trainer = whole.beside(init, level_counts(cfg, ladder, level))
         if level == FULL_LEVEL or not adapters:
             loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
             yield level, None, {"share": share, "held_out": loss}
             continue
-        before, best = tune(trainer, splits, state.run.stage("levels", str(level), traced=level == first))
+        stage = state.run.stage("levels", str(level), traced=level == largest_first[1])
+        without = jax.tree.map(jnp.zeros_like, trainer.initial().params)
+        loss, _ = trainer.evaluate(without, splits.held_out_batches())
+        start, best = tune(trainer, splits, stage)
         adapter = cut_adapter(part, trainer.whole(best.params))
-        facts = {"share": share, "held_out": before, "recovered": best.loss, "best_step": best.step}
-        yield level, Recovery(adapter, recipe.lora.scaling) if best.loss < before else None, facts
+        facts = {"share": share, "held_out": loss, "start": start, "recovered": best.loss}
+        found = Recovery(adapter, recipe.lora.scaling) if best.loss < loss else None
+        yield level, found, {**facts, "best_step": best.step}
 
 
 @own_jax_settings()
@@ -272,6 +286,10 @@ def elasticize(
             "a tiny LM shortens prompts of decoders alone; make the levels of an encoder-decoder without one "
             "(--tiny-lm none)"
         )
+    if out.kit is not None and recipe.recovery == "joint":
+        raise ConfigError(
+            "a kit has no weights, and a joint recovery changes them; take --recovery lora, or no --kit"
+        )
     if cfg.encoder is not None and recipe.units != "equal":
         raise ConfigError("levels of an encoder-decoder are an equal share of each layer: take --units equal")
     if cfg.encoder is not None and recipe.shortened_share:
@@ -298,7 +316,8 @@ def elasticize(
     else:
         order = random_order(cfg, recipe.seed) if recipe.order == "random" else importance.order(cfg)
     if recipe.units == "global":
-        ladder = chosen_ladder(cfg, recipe.levels, importance.groups, importance.neurons)
+        scores = importance.groups, importance.neurons
+        ladder = chosen_ladder(cfg, recipe.levels, *scores, depth=recipe.depth)
     else:
         ladder = importance.ladder(recipe.levels, recipe.anchor_share)
 
@@ -348,6 +367,8 @@ def elasticize(
             name=out.name or name,
             parts=parts,
         )
+        if out.kit is not None:
+            write_kit(out.kit, cfg, checkpoint.params(), parts)
         write_json(run.folder / "summary.json", facts)
     else:
         # All processes have to gather tensors that are divided over processes.

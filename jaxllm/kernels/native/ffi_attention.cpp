@@ -104,7 +104,7 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
   if (stacked && (!is_int(slot, 1) || layer < 0 || static_cast<size_t>(layer) >= layers))
     return wrong("a cache has no such layer");
   size_t used_heads;
-  if (!read_count(in[0], heads_at, 1, kv_heads, used_heads)) return wrong("a count is out of range");
+  if (!read_count(in[0], heads_at, 0, kv_heads, used_heads)) return wrong("a count is out of range");
   float* attended = nullptr;
   const bool by_node = rank(mass) == 3;
   if (mass.element_count() != 0) {
@@ -160,6 +160,7 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
     }
     shape.chunk_mass = static_cast<float*>(in_place(chunk_mass, new_chunk_mass));
   }
+  if (used_heads == 0) return Error::Success();
   if (attended && shape.chunks.tokens && shape.masses * shape.chunks.form.tokens < shape.chunks.tokens)
     return wrong("the mass has no room for all chunks");
   return result(attention(q.reinterpret_data<float>(), writes ? k.reinterpret_data<float>() : nullptr,

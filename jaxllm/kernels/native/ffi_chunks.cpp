@@ -72,7 +72,7 @@ Error load_chunks_call(AnyBuffer extents, AnyBuffer bits, AnyBuffer slots, AnyBu
       return wrong("layers must have caches of one length, width and type");
     shape.capacity = capacity, shape.width = width, shape.half = half;
     all[l].blobs = blobs.data() + l * count;
-    if (!read_count(array_of(counts), static_cast<int64_t>(l), 1, dim(*keys, 2), all[l].kv_heads))
+    if (!read_count(array_of(counts), static_cast<int64_t>(l), 0, dim(*keys, 2), all[l].kv_heads))
       return wrong("a count is out of range");
     for (size_t i = 0; i < count; i++) {
       if (widths[i] >= 0 && places[3 * (l * count + i) + 2] != shape.blob_bytes(all[l].kv_heads, widths[i]))

@@ -2,6 +2,8 @@
 //
 // Rows of activations are buffers; of `rows` rows the first `live` are computed. Everything else may be an
 // entry of a weight table (see Operands), and is listed with its shape behind "operands".
+#include <algorithm>
+
 #include "ffi_checks.h"
 
 namespace jaxllm {
@@ -55,6 +57,15 @@ constexpr const char* kSteps = "steps must be numbers in [1e-30, 1e30]";
 constexpr const char* kMisfit = "an adapter does not fit";
 constexpr const char* kCount = "a count is out of range";
 
+// The result of a block without units: what is added to it, or zeros.
+Error only_added(const float* add, size_t count, float* y) {
+  if (add)
+    std::copy_n(add, count, y);
+  else
+    std::fill_n(y, count, 0.0f);
+  return Error::Success();
+}
+
 // x, live -> one result per weight. Operands: norm scale, counts, step, then the arrays of each weight and
 // both sides of its adapter. Weights have `units` units each, of which counts[units_at] are computed. With a
 // shadow each channel's place in float rows and these rows of each weight follow, and the last result is how
@@ -86,7 +97,7 @@ Error to_units_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer row,
     if (!channels || !read_shadow(in[shadow], width, bits, group, channels, step)) return wrong(kNoShadow);
   }
   size_t used;
-  if (units <= 0 || !read_count(in[1], units_at, 1, static_cast<size_t>(units), used)) return wrong(kCount);
+  if (units <= 0 || !read_count(in[1], units_at, 0, static_cast<size_t>(units), used)) return wrong(kCount);
   Outputs to[kMost];
   for (size_t i = 0; i < count; i++) {
     const size_t at = first + kWithAdapter * i, sides = at + kWeightArrays;
@@ -106,6 +117,7 @@ Error to_units_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer row,
     to[i].floats = {};
     if (shadowed && !read_float_rows(in[shadow + 1 + i], outputs, to[i].floats)) return wrong(kNoShadow);
   }
+  if (used == 0) return Error::Success();
   return result(to_units(x.reinterpret_data<float>(), rows, applied, step, to, count));
 }
 
@@ -142,7 +154,7 @@ Error from_units_call(AnyBuffer h, AnyBuffer live, AnyBuffer residual, AnyBuffer
   if (!read_adapter(in[kWeightArrays], in[kWeightArrays + 1], width, outputs, in[kCounts], adapter))
     return wrong(kMisfit);
   size_t& units = stacked ? count : length;
-  if (!read_count(in[kCounts], units_at, 1, units, units)) return wrong(kCount);
+  if (!read_count(in[kCounts], units_at, 0, units, units)) return wrong(kCount);
   Step step;
   if (!read_steps(in[kStep], 1, &step)) return wrong(kSteps);
   FloatRows floats{};
@@ -153,6 +165,7 @@ Error from_units_call(AnyBuffer h, AnyBuffer live, AnyBuffer residual, AnyBuffer
       return wrong(kNoShadow);
     }
   }
+  if (units == 0) return only_added(add, rows * outputs, y->reinterpret_data<float>());
   return result(from_units(h.reinterpret_data<float>(), rows, width, step, weight, adapter, floats, count,
                            length, outputs, add, y->reinterpret_data<float>()));
 }
@@ -185,7 +198,7 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer 
   if (units <= 0) return wrong("a feed-forward block has at least one unit");
   const size_t all = static_cast<size_t>(units);
   size_t used;
-  if (!read_count(in[1], units_at, 1, all, used)) return wrong(kCount);
+  if (!read_count(in[1], units_at, 0, all, used)) return wrong(kCount);
   Block block{};
   if (!read_row_counts(in[1], units_at, all_rows, used, block.row_units, block.unit_stride))
     return wrong(kCount);
@@ -214,6 +227,10 @@ Error feed_forward_call(AnyBuffer x, AnyBuffer live, AnyBuffer table, AnyBuffer 
       const Array& floats = in[kShadowed + (i == 2 ? 4 : 1 + i)];
       if (!read_float_rows(floats, i == 2 ? width : all, *rows_of[i])) return wrong(kNoShadow);
     }
+  }
+  if (used == 0) {
+    const float* const input = x.reinterpret_data<float>();
+    return only_added(residual ? input : nullptr, rows * width, y->reinterpret_data<float>());
   }
   return result(feed_forward(x.reinterpret_data<float>(), rows, width, applied, {steps[0], steps[1]}, block,
                              used, static_cast<int>(activation), residual, y->reinterpret_data<float>()));

@@ -17,9 +17,9 @@ from jaxllm.models.scanned_layers import stacked
 from jaxllm.training.data.rows import Batch
 from jaxllm.training.data.sources import Source
 from jaxllm.training.decoders import LoraRecipe, lora_job
-from jaxllm.training.elastic import job as importance
+from jaxllm.training.elastic import importance
+from jaxllm.training.elastic.importance import Importance, measure
 from jaxllm.training.elastic.job import (
-    Importance,
     adapter_of_level,
     at_level,
     cut_adapter,
@@ -27,7 +27,6 @@ from jaxllm.training.elastic.job import (
     joint_job,
     level_counts,
     level_job,
-    measure,
     without_layer,
 )
 from jaxllm.training.elastic.run import within_bound

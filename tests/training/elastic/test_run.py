@@ -14,6 +14,7 @@ import jaxllm.training.elastic.run
 import jaxllm.training.elastic.tiny_lm.run
 from jaxllm import Engine
 from jaxllm.bundle import Bundle
+from jaxllm.bundle.kit import read_kit
 from jaxllm.bundle.levels import read_ladder, read_order, read_recovery
 from jaxllm.bundle.tiny_lm import read_tiny_lm
 from jaxllm.bundle.writer import stored_form
@@ -23,6 +24,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.lora import LoraConfig, adapt
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.tiny_lm import forward_both
+from jaxllm.prepare import prepare
 from jaxllm.quant import dequantize
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.request import GenerationConfig
@@ -30,8 +32,9 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.training.calibration import BundleOutput
 from jaxllm.training.data.sources import Source
 from jaxllm.training.decoders import LoraRecipe, require_trainable, train_lora
-from jaxllm.training.elastic import job as importance
-from jaxllm.training.elastic.job import ElasticRecipe, at_level, level_counts, measure
+from jaxllm.training.elastic import importance
+from jaxllm.training.elastic.importance import measure
+from jaxllm.training.elastic.job import ElasticRecipe, at_level, level_counts
 from jaxllm.training.elastic.run import elasticize
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
 from jaxllm.training.loop.parallel import MeshShape
@@ -55,7 +58,8 @@ RECIPE = ElasticRecipe(
 
 
 def run(recipe, model, data, folder, *, weights=None, tlm=None, encoder=None):
-    out = BundleOutput(folder / "out.jaxllm", weights)
+    kit = None if recipe.recovery == "joint" else folder / "out.kit"
+    out = BundleOutput(folder / "out.jaxllm", weights, kit=kit)
     tiny_lm = None if tlm is None else TinyLmRun(tlm, encoder)
     return elasticize(recipe, model, out, quiet(folder / "run", data), tiny_lm=tiny_lm)
 
@@ -106,6 +110,14 @@ def test_levels_are_recovered_and_nothing_is_done_twice(model, data, tmp_path, m
         params = {name: np.array(value) for name, value in tiny.params.items()}
         keep, (level, prompt) = forward_both(params, tokens, np.ones((1, 5), bool), cfg=tiny.cfg)
         assert (keep.shape, level.shape, prompt.shape) == ((1, 5), (1, 2), (1, 3))
+
+    # A kit of it makes the same of the same folder.
+    prepare(model, tmp_path / "again.jaxllm", weights="int8", kit=read_kit(tmp_path / "out.kit"))
+    with Bundle.open(path) as bundle, Bundle.open(tmp_path / "again.jaxllm") as again:
+        for name, each in bundle.layout.segments.items():
+            if not name.startswith("part."):
+                assert again.layout.segments[name].xxh3_128 == each.xxh3_128, name
+        assert read_tiny_lm(again).levels == read_tiny_lm(bundle).levels
 
     # The same again: read, not done.
     written = path.read_bytes()

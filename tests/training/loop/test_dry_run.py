@@ -27,7 +27,8 @@ from jaxllm.training.decoders import (
     lora_job,
     pretrain_job,
 )
-from jaxllm.training.elastic.job import ElasticRecipe, joint_job, level_counts, level_job, unit_step
+from jaxllm.training.elastic.importance import unit_step
+from jaxllm.training.elastic.job import ElasticRecipe, joint_job, level_counts, level_job
 from jaxllm.training.elastic.run import dry_run_elastic
 from jaxllm.training.experts.expert_widths import dry_run_experts
 from jaxllm.training.loop.dry_run import Estimate, batch_shapes, placed_shapes

@@ -21,7 +21,7 @@ from jaxllm.kernels.native import without_native_kernels
 from jaxllm.training.data.corpus import TokenizedDocuments
 from jaxllm.training.data.rows import evaluation_batches
 from jaxllm.training.decoders import pretrain_job
-from jaxllm.training.elastic import job as importance
+from jaxllm.training.elastic import importance
 from jaxllm.training.experts.measures import TextPerplexity, WidthLosses
 from jaxllm.training.loop import parallel
 from jaxllm.training.loop.dry_run import batch_shapes
