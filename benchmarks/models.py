@@ -23,6 +23,7 @@ import ml_dtypes
 import numpy as np
 import tokenizers
 
+from benchmarks.harness.bench import silent
 from jaxllm.bundle import Bundle, Part, WeightFormat, write_bundle
 from jaxllm.bundle.calibrations import prefill_parts, read_prefill
 from jaxllm.checkpoints import huggingface
@@ -30,6 +31,8 @@ from jaxllm.checkpoints.huggingface import read_config, read_params, write_folde
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files.input_files import begins_with
+from jaxllm.formats import GGUF_MAGIC
 from jaxllm.int8_prefill.calibration import OutlierRecipe, shadow_counts, with_outliers
 from jaxllm.int8_prefill.fitting import LEAST_TOKENS, random_calibration
 from jaxllm.int8_prefill.recipe import ShadowRecipe
@@ -55,7 +58,7 @@ def made_once(*names: str, write: Callable[[Path], None]) -> Path:
     return path
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A model and its float weights.
 
@@ -64,21 +67,18 @@ class Checkpoint:
       model: opened by our engine: a bundle, or a folder (then at any width).
       cfg: the model's config.
       stored: width of a bundle's weights; None for a folder.
+      quantized: whether its weights have been quantized: those of a peer of few bits are quantized twice.
     """
 
     name: str
     model: Path
     cfg: ModelConfig
     stored: str | None
-
-    @property
-    def quantized(self) -> bool:
-        """Whether its weights have been quantized: those of a peer of few bits are then quantized twice."""
-        return self.stored not in (None, "f32", "bf16")
+    quantized: bool = False
 
     @classmethod
-    def find(cls, path: Path) -> "Checkpoint":
-        """Opens a model: a bundle or a folder.
+    def find(cls, path: Path, progress: Progress = silent) -> "Checkpoint":
+        """Opens a model: a bundle, a folder, or a GGUF file, whose float weights are written as a folder.
 
         Raises:
           JaxllmError: there is no such model, or its config is not supported.
@@ -90,8 +90,14 @@ class Checkpoint:
                 f"{path}: no such file or folder; give a bundle made by `jaxllm prepare` or a Hugging Face "
                 "model folder"
             )
+        if begins_with(path, GGUF_MAGIC):
+            with open_model(path, weights="f32", progress=progress) as floats:
+                folder = cls.find(floats.path).folder(progress)
+            return dataclasses.replace(cls.find(folder), name=path.stem, quantized=True)
         with Bundle.open(path) as bundle:
-            return cls(name=bundle.layout.name, model=path, cfg=bundle.cfg, stored=bundle.layout.weights)
+            stored = bundle.layout.weights
+            quantized = stored not in ("f32", "bf16")
+            return cls(bundle.layout.name, path, bundle.cfg, stored, quantized)
 
     def widths(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
         """The widths to measure: those asked for, else the model's own.
