@@ -40,8 +40,7 @@ FORMATS = {
     "f32": "F32",
     "bf16": "BF16",
     "int8": "Q8_0",
-    "int4": "Q4_0",
-    "int4-min": "Q4_1",
+    "int4": "Q4_1",
     "int4-all": "Q4_0",
 }
 # What llama.cpp's users take at 4 bits: some matrices have more.
