@@ -24,6 +24,7 @@ import numpy as np
 import tokenizers
 
 from benchmarks.harness.bench import silent
+from benchmarks.permuted import permutable, permuted
 from jaxllm.bundle import Bundle, Part, WeightFormat, write_bundle
 from jaxllm.bundle.calibrations import prefill_parts, read_prefill
 from jaxllm.checkpoints import huggingface
@@ -67,7 +68,7 @@ class Checkpoint:
       model: opened by our engine: a bundle, or a folder (then at any width).
       cfg: the model's config.
       stored: width of a bundle's weights; None for a folder.
-      quantized: whether its weights have been quantized: those of a peer of few bits are quantized twice.
+      quantized: whether its weights have been quantized: those of few bits are quantized twice.
     """
 
     name: str
@@ -78,7 +79,8 @@ class Checkpoint:
 
     @classmethod
     def find(cls, path: Path, progress: Progress = silent) -> "Checkpoint":
-        """Opens a model: a bundle, a folder, or a GGUF file, whose float weights are written as a folder.
+        """Opens a model: a bundle, a folder, or a GGUF file, whose float weights are written as a folder, in
+        an order that is not the file's (see `benchmarks/permuted.py`).
 
         Raises:
           JaxllmError: there is no such model, or its config is not supported.
@@ -92,7 +94,11 @@ class Checkpoint:
             )
         if begins_with(path, GGUF_MAGIC):
             with open_model(path, weights="f32", progress=progress) as floats:
-                folder = cls.find(floats.path).folder(progress)
+                folder = made_once(
+                    "permuted",
+                    floats.fingerprint[:24],
+                    write=lambda folder: _write(floats, folder, progress, permute=permutable(floats.cfg)),
+                )
             return dataclasses.replace(cls.find(folder), name=path.stem, quantized=True)
         with Bundle.open(path) as bundle:
             stored = bundle.layout.weights
@@ -143,9 +149,10 @@ def float_params(bundle: Bundle) -> dict[str, np.ndarray]:
     return {name: np.asarray(dequantize(each, floats)) for name, each in bundle.load().items()}
 
 
-def _write(bundle: Bundle, folder: Path, progress: Progress) -> None:
+def _write(bundle: Bundle, folder: Path, progress: Progress, *, permute: bool = False) -> None:
     loaded, specs = float_params(bundle), param_specs(bundle.cfg)
     params = {name: loaded[name].reshape(spec.shape) for name, spec in specs.items()}
+    params = permuted(params, bundle.cfg) if permute else params
     progress("Writing float weights", len(params), len(specs))
     files = bundle.tokenizer_files()
     write_tokenizer(folder, files)
