@@ -2,7 +2,6 @@
 stored separately."""
 
 import dataclasses
-import functools
 import json
 import math
 import os
@@ -163,7 +162,11 @@ def prepare(
         file, quantized, keeps = read_gguf(folder), True, not weights
         cfg = read_gguf_config(file, ignore_keys=ignore_keys)
         tokenizer = read_gguf_tokenizer(file, cfg.vocab_size)
-        source: Source = functools.partial(read_gguf_params, file, cfg, by_rows=True)
+
+        def of_file(form: WeightFormat | None) -> Iterator[tuple[str, Any]]:
+            return read_gguf_params(file, cfg, form, by_rows=True)
+
+        source: Source = of_file
         form, floats = weights or own_format(file), not keeps and not stays_at_4_bits(file, weights)
     else:
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint(folder, ignore_keys=ignore_keys)
@@ -177,11 +180,12 @@ def prepare(
                 f"{folder} is quantized already: keep its weights (no --weights), or name a format"
             )
 
-        def source(form: WeightFormat | None) -> Iterator[tuple[str, Any]]:
+        def of_folder(form: WeightFormat | None) -> Iterator[tuple[str, Any]]:
             if quantized and form not in (None, own):
                 return checkpoint.params()
             return checkpoint.stored_params(by_rows=True)
 
+        source = of_folder
         if has_images(checkpoint):
             images, values = read_image_encoder(checkpoint)
             try:

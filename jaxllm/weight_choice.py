@@ -35,7 +35,9 @@ from jaxllm.quant.weights import Measured, RowParts
 # divergence at 4 bits for a megabyte more is 0.0022, 0.0016, 0.0016, 0.0010 and 0.0008 (`docs/results`).
 WIDENED = ("down", "o", "up", "gate", "q")
 # A function that reads the parameters as `prepare` does for a format, in the order of `param_specs`.
-Source = Callable[[WeightFormat], Iterable[tuple[str, Any]]]
+Source = Callable[[WeightFormat | None], Iterable[tuple[str, Any]]]
+# A parameter as read for each format.
+_ByFormat = dict[WeightFormat, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,13 +158,16 @@ def losses(
     """
     if (reason := unmeasured(cfg)) is not None:
         raise ConfigError(f"{reason}: weights are not chosen by loss; name them (--weights int4)")
-    formats = list(dict.fromkeys(each.weights for each in of))
+    formats: list[WeightFormat] = []
+    for plan in of:
+        if plan.weights not in formats:
+            formats.append(plan.weights)
     wide = with_input_squares(source("f32"), cfg, tokens)
     streams = _Streams(cfg, of, np.asarray(held_out, np.int32))
-    own: dict[str, tuple[Any, dict[str, Any]]] = {}
+    own: dict[str, tuple[Any, _ByFormat]] = {}
     layer = -1
     for (name, value), *others in zip(wide, *map(source, formats), strict=True):
-        by_format = {form: each for form, (_, each) in zip(formats, others, strict=True)}
+        by_format: _ByFormat = {form: each for form, (_, each) in zip(formats, others, strict=True)}
         number = int(name.split(".")[1]) if name.startswith("layers.") else -1
         if number != layer and layer >= 0:
             streams.run(layer, own)
@@ -170,7 +175,7 @@ def losses(
         layer = number
         if name == "embed.tokens":
             streams.embed(value, by_format)
-        elif name == "head":
+        elif name == "head" and not cfg.head_bias:
             streams.predict(value, by_format)
         elif number < 0:
             streams.outer[name] = np.asarray(value, np.float32)
@@ -178,8 +183,11 @@ def losses(
             own[name] = value, by_format
     if layer >= 0:
         streams.run(layer, own)
-    if cfg.tied_head:
-        value, *others = (next(iter(source(form)))[1] for form in ("f32", *formats))
+    if cfg.tied_head or cfg.head_bias:
+        # It comes before what it is used with.
+        head = head_name(cfg)
+        forms: list[WeightFormat] = ["f32", *formats]
+        value, *others = (next(each for name, each in source(form) if name == head) for form in forms)
         streams.predict(value, dict(zip(formats, others, strict=True)))
     return streams.divergences()
 
@@ -198,7 +206,7 @@ class _Streams:
         self._like: dict[object, int] = {}
         self._sums = [_Predictions(len(tokens)) for _ in plans]
 
-    def embed(self, value: Any, by_format: dict[str, Any]) -> None:
+    def embed(self, value: Any, by_format: _ByFormat) -> None:
         """Takes the rows of the embedding that the document needs."""
         self._rows = [self._taken(value, None)]
         taken = {form: self._taken(each, form) for form, each in by_format.items()}
@@ -221,7 +229,7 @@ class _Streams:
         """A parameter as a format stores it, as floats."""
         return _floats(stored_form(name, value, param_specs(self._cfg)[name], form))
 
-    def run(self, layer: int, own: dict[str, tuple[Any, dict[str, Any]]]) -> None:
+    def run(self, layer: int, own: dict[str, tuple[Any, _ByFormat]]) -> None:
         """Runs one layer."""
         cfg = self._cfg
         if not self._x:
@@ -254,7 +262,7 @@ class _Streams:
                 params = {names[name]: of(plan, name) for name in own}
                 self._x[place] = self._layer(params, self._x[place], layer=like)
 
-    def predict(self, value: Any, by_format: dict[str, Any]) -> None:
+    def predict(self, value: Any, by_format: _ByFormat) -> None:
         """Predicts with the rows of the head, part by part."""
         cfg, first, head = self._cfg, 0, head_name(self._cfg)
         outer = {name: jnp.asarray(each) for name, each in self.outer.items()}
@@ -262,16 +270,17 @@ class _Streams:
         columns = [value, *by_format.values()]
         parts = [each.parts if isinstance(each, RowParts) else (each,) for each in columns]
         for wide, *others in zip(*parts, strict=True):
-            rows = {None: _floats(wide)}
+            rows: dict[WeightFormat | None, np.ndarray] = {None: _floats(wide)}
             for form, each in zip(by_format, others, strict=True):
                 rows[form] = self._stored(head, each, form)
             last = first + len(rows[None])
             bias = {}
             if "head_bias" in outer:
                 bias["head_bias"] = outer["head_bias"][first:last]
+            of = [rows[None], *(rows[plan.weights] for plan in self._plans)]
             scores = [
-                np.asarray(logits({head: jnp.asarray(rows[form])} | bias, x, cfg=cfg))
-                for form, x in zip([None, *(plan.weights for plan in self._plans)], hidden, strict=True)
+                np.asarray(logits({head: jnp.asarray(each)} | bias, x, cfg=cfg))
+                for each, x in zip(of, hidden, strict=True)
             ]
             for sums, mine in zip(self._sums, scores[1:], strict=True):
                 sums.add(scores[0], mine)

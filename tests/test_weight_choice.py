@@ -8,13 +8,16 @@ import numpy as np
 import pytest
 
 from jaxllm.bundle import Bundle
+from jaxllm.bundle.writer import stored_form
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models.decoder import forward, logits
+from jaxllm.models.parameters import param_specs
 from jaxllm.prepare import WeightRecipe as Recipe
 from jaxllm.prepare import _text_tokens, prepare
 from jaxllm.quant import dequantize
 from jaxllm.quant import weights as quant_weights
-from jaxllm.weight_choice import WIDENED, WeightPlan, plan_of_size, plans
+from jaxllm.weight_choice import WIDENED, WeightPlan, _floats, losses, plan_of_size, plans
+from tests.models.configs import CONFIGS, params_of
 from tests.tiny import TINY, random_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
 
 CFG = dataclasses.replace(TINY, hidden_size=64, ffn_size=96, layers=3, attention_windows=(0, 0, 0))
@@ -104,3 +107,17 @@ def test_refusals(folders, tmp_path):
     with pytest.raises(CheckpointError, match="is a bundle"):
         prepare(tmp_path / "b.jaxllm", tmp_path / "m.jaxllm", weights="auto")
     assert not (tmp_path / "m.jaxllm").exists()
+
+
+@pytest.mark.parametrize("name", ["parallel", "experts", "everything", "norms-behind"])
+def test_losses_of_other_models(name):
+    cfg = CONFIGS[name]
+    exact = {param: np.asarray(params_of(cfg)[param]) for param in param_specs(cfg)}
+    text, held_out = [1, 5, 2, 7], [3, 1, 12, 0, 4, 6]
+    (loss,) = losses(lambda form: exact.items(), cfg, [WeightPlan("int8")], text, held_out)
+    stored = {
+        param: _floats(stored_form(param, value, param_specs(cfg)[param], "int8"))
+        for param, value in exact.items()
+    }
+    right, got = (log_probabilities(each, cfg, held_out) for each in (exact, stored))
+    np.testing.assert_allclose(loss, (jnp.exp(right) * (right - got)).sum(-1).mean(), rtol=0.02, atol=1e-6)

@@ -101,7 +101,7 @@ def stored_form(
         np.asarray(value),
         bits=bits,  # pyright: ignore[reportArgumentType]: of `EXPERT_BITS`, and no float
         axis=contracted_axis(spec),
-        minima=weights == "int4" and bits == 4 and not width,
+        minima=weights == "int4" and bits == 4,
         input_squares=squares if bits == 4 else None,
     )
     return _blocks(levels)

@@ -1,5 +1,6 @@
 """`jaxllm prepare`: writes a Hugging Face folder, a GGUF file, or a mixture's bundle, as a bundle."""
 
+import dataclasses
 from pathlib import Path
 
 import click
@@ -80,8 +81,9 @@ def prepare_command(
         weights=weights,  # pyright: ignore[reportArgumentType]: one of the choices
         texts=tuple(text for path in texts for text in read_texts(path)),
         most_bytes=max_size or 0,
-        **({"max_loss": max_loss} if max_loss else {}),
     )
+    if max_loss:
+        recipe = dataclasses.replace(recipe, max_loss=max_loss)
     with progress_bars() as progress:
         chosen = prepare(
             model if model.exists() else find_model(model),
