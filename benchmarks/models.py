@@ -24,6 +24,7 @@ import ml_dtypes
 import numpy as np
 import tokenizers
 
+from benchmarks.permuted import permutable, permuted
 from jaxllm.bundle import Bundle, Part, WeightFormat, write_bundle
 from jaxllm.bundle.calibrations import prefill_parts, read_prefill
 from jaxllm.checkpoints import huggingface
@@ -32,6 +33,8 @@ from jaxllm.checkpoints.huggingface import read_config, read_params, write_folde
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
 from jaxllm.config import ModelConfig, RopeConfig
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.files.input_files import begins_with
+from jaxllm.formats import GGUF_MAGIC
 from jaxllm.int8_prefill.calibration import OutlierRecipe, shadow_counts, with_outliers
 from jaxllm.int8_prefill.fitting import LEAST_TOKENS, random_calibration
 from jaxllm.int8_prefill.recipe import ShadowRecipe
@@ -57,7 +60,7 @@ def made_once(*names: str, write: Callable[[Path], Any]) -> Path:
     return path
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """A model and its float weights.
 
@@ -67,6 +70,7 @@ class Checkpoint:
       cfg: the model's config.
       stored: width of a bundle's weights; None for a folder.
       usual: width that is measured where none is asked for; None for the folder's own.
+      quantized: whether its weights have been quantized: those of few bits are quantized twice.
     """
 
     name: str
@@ -74,15 +78,12 @@ class Checkpoint:
     cfg: ModelConfig
     stored: str | None
     usual: str | None = None
-
-    @property
-    def quantized(self) -> bool:
-        """Whether its weights have been quantized: those of a peer of few bits are then quantized twice."""
-        return self.stored not in (None, "f32", "bf16")
+    quantized: bool = False
 
     @classmethod
     def find(cls, path: Path, progress: Progress | None = None) -> "Checkpoint":
-        """Opens a model: a bundle, a folder, or a GGUF file, whose numbers are written as a folder of floats.
+        """Opens a model: a bundle, a folder, or a GGUF file, whose float weights are written as a folder, in
+        an order that is not the file's (see `benchmarks/permuted.py`).
 
         Args:
           path: of the model.
@@ -103,8 +104,18 @@ class Checkpoint:
                 f"{path}: no such file or folder; give a bundle made by `jaxllm prepare`, a Hugging Face "
                 "model folder or a GGUF file"
             )
+        if begins_with(path, GGUF_MAGIC):
+            with open_model(path, weights="f32", progress=progress) as floats:
+                folder = made_once(
+                    "permuted",
+                    floats.fingerprint[:24],
+                    write=lambda folder: _write(floats, folder, progress, permute=permutable(floats.cfg)),
+                )
+            return dataclasses.replace(cls.find(folder), name=path.stem, quantized=True)
         with Bundle.open(path) as bundle:
-            return cls(name=bundle.layout.name, model=path, cfg=bundle.cfg, stored=bundle.layout.weights)
+            stored = bundle.layout.weights
+            quantized = stored not in ("f32", "bf16")
+            return cls(bundle.layout.name, path, bundle.cfg, stored, quantized)
 
     def widths(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
         """The widths to measure: those asked for, else the model's own.
@@ -152,9 +163,10 @@ def _floats(bundle: Bundle, progress: Progress | None) -> Path:
     return made_once("floats", bundle.fingerprint[:24], write=lambda folder: _write(bundle, folder, progress))
 
 
-def _write(bundle: Bundle, folder: Path, progress: Progress | None) -> None:
+def _write(bundle: Bundle, folder: Path, progress: Progress | None, *, permute: bool = False) -> None:
     loaded, specs = float_params(bundle), param_specs(bundle.cfg)
     params = {name: loaded[name].reshape(spec.shape) for name, spec in specs.items()}
+    params = permuted(params, bundle.cfg) if permute else params
     if progress is not None:
         progress("Writing float weights", len(params), len(specs))
     files = bundle.tokenizer_files()

@@ -204,8 +204,9 @@ def text_tokens(bundle: "Bundle", count: int, paths: Sequence[Path]) -> list[int
     Raises:
       ConfigError: a file cannot be read.
     """
+    from jaxllm.text.builtin_texts import builtin_texts
     from jaxllm.text.tokenizer import Tokenizer
-    from jaxllm.training.data.documents import builtin_texts, read_texts, text_document
+    from jaxllm.training.data.documents import read_texts, text_document
     from jaxllm.training.data.encoders import ModelEncoder
 
     # Alternates between several files, so that none is left out, however long the first is.

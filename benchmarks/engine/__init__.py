@@ -9,6 +9,10 @@ from benchmarks.harness import bench as plans
 from jaxllm.formats import WeightFormat
 
 PEERS = ("llama.cpp", "transformers")
+PARTS = {
+    "speed": "times, rates and memory",
+    "quality": "the perplexity of --text, beside that of float weights",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,6 +23,7 @@ class Plan(plans.TimedPlan):
       slow_peers: whether "all" peers hold those too that take minutes.
     """
 
+    parts: tuple[str, ...] = plans.parts_of(PARTS)
     weights: tuple[WeightFormat, ...] = plans.sized(
         (), "Weight width for a folder or a shape: one run compares them.", default="its own"
     )
@@ -39,7 +44,10 @@ class Plan(plans.TimedPlan):
     prompt_tokens: tuple[int, ...] = plans.sized((64, 256, 1024), quick=(64, 256))
     decode_tokens: int = plans.sized(128, quick=32)
     rounds: int = plans.sized(5, quick=3)
-    text_windows: int = plans.sized(0, quick=8)
+    text_windows: int = plans.sized(
+        0, "Most windows of the text, each as long as the context.", metavar="N", low=0, quick=8,
+        default="8; with --full all",
+    )  # fmt: skip
     patience_s: float = plans.sized(120.0, quick=5.0)
     slow_peers: bool = plans.sized(True, quick=False)
 
@@ -61,7 +69,10 @@ def engine_command(bench: plans.Run[Plan]) -> plans.Run[Plan]:
     Example:
       jaxllm bench engine
       jaxllm bench engine --shape 250m --weights int8 --peer llama.cpp --full
+      jaxllm bench engine -m model.gguf --weights int8 --only quality --text text.txt
     """
     if bench.plan.separator == "":
         raise click.UsageError("--separator must not be empty")
+    if bench.plan.text is None and bench.plan.parts == ("quality",):
+        raise click.UsageError("--only quality needs a text: give --text FILE")
     return bench

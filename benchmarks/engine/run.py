@@ -6,17 +6,24 @@ Every system runs in a process of its own on the same cores and answers the same
 per token (`jaxllm-one-token-per-dispatch`), the loop of engines without on-device sampling. A child is opened
 once, though it may be compared at several widths (transformers has the same two for all) or run under two
 names (ours, with and without blocks of tokens).
+
+All systems predict the same tokens of a text, so their losses are compared token by token: the interval of
+what a format costs is of the mean difference to float weights, from runs of `RUN_TOKENS` tokens that are
+resampled.
 """
 
 import contextlib
 import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
+import numpy as np
+
 from benchmarks.engine import Plan
 from benchmarks.harness.bench import Run
-from benchmarks.harness.report import OURS, Row, compared, row
+from benchmarks.harness.report import OURS, Row, compared, interval, row
 from benchmarks.models import Checkpoint
 from benchmarks.peers import PEERS, process
 from benchmarks.peers.ours import BLOCKS, ONE_TOKEN
@@ -27,6 +34,8 @@ from jaxllm.serving.ground.options import DEFAULT_CONTEXT_TOKENS
 from jaxllm.serving.host.bandwidth import memory_probe
 
 MEMORY, PER_TOKEN = "memory", "jaxllm-one-token-per-dispatch"
+# Neighbouring tokens, whose losses may depend on each other, are resampled together.
+RUN_TOKENS = 64
 # Systems that one of our widths is compared with, ours among them, by name.
 Group = Mapping[str, process.System]
 
@@ -54,6 +63,7 @@ def run(bench: Run[Plan]) -> list[Row]:
         )  # fmt: skip
     rows: list[Row] = []
     speeds: list[float] = []
+    timed = "speed" in plan.parts
 
     def memory_speed() -> float:
         speeds.append(bytes_per_s())
@@ -74,10 +84,11 @@ def run(bench: Run[Plan]) -> list[Row]:
 
         groups: dict[str, dict[str, process.System]] = {}
         for width in widths:
-            rows += opening_rows(f"{checkpoint.name} {width}", ours(width))
+            rows += opening_rows(f"{checkpoint.name} {width}", ours(width)) if timed else []
             groups[width] = {
                 system: process.System(f"{system} {width}", ours(width), (setting,))
                 for system, setting in ((OURS, BLOCKS), (PER_TOKEN, ONE_TOKEN))
+                if timed or system == OURS
             }
         if peers and any(ours(width).facts["backend"] != "cpu" for width in widths):
             bench.tell("no peers: they are measured on CPUs alone, and ours runs on an accelerator")
@@ -87,28 +98,28 @@ def run(bench: Run[Plan]) -> list[Row]:
                 for system, format_ in PEERS[peer].systems(width).items():
                     child = opened(peer, checkpoint.folder(bench.progress), format_)
                     group[system] = process.System(f"{system} {format_}", child, tuple(child.settings))
-        results = process.alternate(
-            list({each.name: each for group in groups.values() for each in group.values()}.values()),
-            checkpoint.cfg.vocab_size, plan=plan, progress=bench.progress, bytes_per_s=memory_speed,
-        )  # fmt: skip
+        systems = {each.name: each for group in groups.values() for each in group.values()}
+        if timed:
+            results = process.alternate(
+                list(systems.values()), checkpoint.cfg.vocab_size, plan=plan, progress=bench.progress,
+                bytes_per_s=memory_speed,
+            )  # fmt: skip
         for width, group in groups.items():
             name = f"{checkpoint.name} {width}"
             rows += size_rows(name, group, again=checkpoint.quantized)
-            for tokens in plan.prompt_tokens:
+            for tokens in plan.prompt_tokens if timed else ():
                 rows += speed_rows(name, group, results, tokens, plan.decode_tokens)
-            rows += memory_rows(name, group)
-        if text is not None:
+            rows += memory_rows(name, group) if timed else []
+        if text is not None and "quality" in plan.parts:
             # A system beside several widths is scored once.
-            scored = functools.cache(lambda child: process.perplexity(child, text, bench.progress))
+            losses = functools.cache(lambda child: process.losses(child, text, bench.progress))
             for width, group in groups.items():
                 children = {s: each.child for s, each in group.items() if s != PER_TOKEN}
                 children[process.REFERENCE] = ours("f32")
-                rows += compared(
-                    f"{checkpoint.name} {width}, {text.name}, {text.tokens} tokens",
-                    "perplexity",
-                    {system: scored(child) for system, child in children.items()},
-                    {system: child.facts.get("format") for system, child in children.items()},
-                )
+                case = f"{checkpoint.name} {width}, {text.name}, {text.tokens} tokens"
+                rows += quality_rows(case, {system: losses(child) for system, child in children.items()})
+    if not timed:
+        return rows
     note = f"{threads} threads, between {min(speeds) / 1e9:.1f} and {max(speeds) / 1e9:.1f} GB/s meanwhile"
     return [*rows, row(MEMORY, "read_bandwidth", median(speeds), note, system=MEMORY)]
 
@@ -178,6 +189,23 @@ def speed_rows(name: str, group: Group, results: process.Results, prompt: int, t
             share = group[system].child.facts["step_bytes"] * tokens / each.readable_bytes
             rows.append(row(case, "bandwidth_share", share, system=system))
     return rows
+
+
+def quality_rows(case: str, losses: Mapping[str, np.ndarray]) -> list[Row]:
+    """Perplexities of the same text, and what each system loses against float weights.
+
+    Args:
+      losses: by system, of each token in nats, those of `process.REFERENCE` among them.
+    """
+    notes: dict[str, str | None] = {}
+    for system, each in losses.items():
+        more = each - losses[process.REFERENCE]
+        low, high = interval(more, np.arange(len(more)) // RUN_TOKENS)
+        mean, low, high = (f"{math.expm1(part):+.2%}" for part in (more.mean(), low, high))
+        notes[system] = f"{mean} against float, paired 95 % in [{low}, {high}]"
+    notes[process.REFERENCE] = None
+    values = {system: math.exp(each.mean()) for system, each in losses.items()}
+    return compared(case, "perplexity", values, notes)
 
 
 def memory_rows(name: str, group: Group) -> list[Row]:

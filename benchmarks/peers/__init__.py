@@ -5,7 +5,7 @@ A peer is one file here and one line below.
 
 from typing import Any
 
-from benchmarks.peers.llama import FORMATS, open_drafted, open_llama, refusal
+from benchmarks.peers.llama import FORMATS, open_drafted, open_llama, refusal, systems
 from benchmarks.peers.ours import (
     EngineSession,
     NestedSession,
@@ -39,7 +39,7 @@ PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
         # At the format nearest to each of our widths.
-        Peer("llama.cpp", open_llama, systems=lambda weights: {"llama.cpp": FORMATS[weights]}, **_LLAMA),
+        Peer("llama.cpp", open_llama, systems=systems, **_LLAMA),
         Peer(
             "transformers",
             TransformersSession,

@@ -6,7 +6,7 @@ One JSON object per line on standard input, one per line back (before it any num
     {"do": "open", "opening": {...}}                    -> {"facts": {...}, "settings": [...]}
     {"do": "answer", "prompt": [ids], "tokens": 128, "setting": "...", "repeats": 1}
                                                         -> {"prefill_ms": 1, "decode_ms": 2, "ids": [...]}
-    {"do": "score", "tokens": [ids], "targets": [ids]}  -> {"loss": nats}
+    {"do": "score", "tokens": [ids], "targets": [ids]}  -> {"losses": [nats]}
 
 Every answer also has `cpu_s`, the processor time of the command, and `peak_bytes`, the peak of memory since
 the command before. A failure is `{"error": text}`. The clock is read here, so that no pipe is timed; times
@@ -70,7 +70,7 @@ class Server:
             raise RuntimeError("no model is open")
         if command["do"] == "score":
             scores = session.score(command["tokens"], command["targets"])
-            return {"loss": -sum(float(score) for score in scores)}
+            return {"losses": [-float(score) for score in scores]}
         if command["do"] == "answer":
             prompt, tokens, setting = command["prompt"], command["tokens"], command["setting"]
             answers = [_timed_answer(session, prompt, tokens, setting) for _ in range(command["repeats"])]

@@ -35,16 +35,23 @@ from jaxllm.export import gguf_file as exported
 from jaxllm.files.atomic import temporary_file
 from jaxllm.serving.host.user_cache import cache_folder
 
-# Our widths -> the nearest file type.
+# Our widths -> the nearest file type of one format for every matrix.
 FORMATS = {
     "f32": "F32",
     "bf16": "BF16",
     "int8": "Q8_0",
-    "int4": "Q4_0",
-    "int4-min": "Q4_1",
+    "int4": "Q4_1",
     "int4-all": "Q4_0",
 }
+# What llama.cpp's users take at 4 bits: some matrices have more.
+MIXED = "Q4_K_M"
 _BATCH_TOKENS = 512
+
+
+def systems(weights: str) -> dict[str, str]:
+    """llama.cpp at the formats that a width of ours is compared with, by name."""
+    mixed = {f"llama.cpp-{MIXED}": MIXED} if weights.startswith("int4") else {}
+    return {"llama.cpp": FORMATS[weights], **mixed}
 
 
 def open_llama(opening: Opening, progress: Progress) -> Session:
@@ -269,6 +276,7 @@ FILE_TYPES = {
     "Q4_0": "LLAMA_FTYPE_MOSTLY_Q4_0",
     "Q4_1": "LLAMA_FTYPE_MOSTLY_Q4_1",
     "Q4_K": "LLAMA_FTYPE_MOSTLY_Q4_K_S",
+    MIXED: "LLAMA_FTYPE_MOSTLY_Q4_K_M",
 }
 # Types that the package `gguf` writes, too.
 PACKAGE_TYPES = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1")
@@ -392,7 +400,7 @@ def quantize_gguf(source: Path, path: Path, file_type: str, threads: int) -> Non
     """Makes `path` of a float GGUF with llama.cpp's own quantizer.
 
     Every matrix gets the same format (`pure`), the vocabulary's too: otherwise llama.cpp would keep the head
-    at Q6_K. Rows that do not divide into blocks of 32 stay at 16 bits.
+    at Q6_K. `MIXED` is mixed as llama.cpp does. Rows that do not divide into a format's blocks get more bits.
 
     Raises:
       JaxllmError: the quantizer fails.
@@ -401,7 +409,7 @@ def quantize_gguf(source: Path, path: Path, file_type: str, threads: int) -> Non
 
     how = llama_cpp.llama_model_quantize_default_params()
     how.ftype = getattr(llama_cpp, FILE_TYPES[file_type])
-    how.pure = True
+    how.pure = file_type != MIXED
     how.nthread = threads
     said: list[bytes] = []
     # It lists every array. llama-cpp-python's own callback fails where a message ends within a character.

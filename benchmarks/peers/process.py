@@ -170,9 +170,9 @@ class Child(Process):
         command = {"do": "answer", "prompt": list(prompt), "tokens": tokens, "setting": setting}
         return self._ask(command | {"repeats": repeats})
 
-    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> float:
-        """Negative log-likelihood (nats) of the targets, each after its token and all before it."""
-        return self._ask({"do": "score", "tokens": list(tokens), "targets": list(targets)})["loss"]
+    def score(self, tokens: Sequence[int], targets: Sequence[int]) -> list[float]:
+        """Negative log-likelihood (nats) of each target, after its token and all before it."""
+        return self._ask({"do": "score", "tokens": list(tokens), "targets": list(targets)})["losses"]
 
     def wait_until_asleep(self) -> None:
         """Returns once the process computes nothing, or after a second."""
@@ -493,9 +493,13 @@ class Text:
 
 def perplexity(child: Child, text: Text, progress: Progress) -> float:
     """exp of a system's mean negative log-likelihood per predicted token."""
-    loss, done = 0.0, 0
+    return math.exp(losses(child, text, progress).mean())
+
+
+def losses(child: Child, text: Text, progress: Progress) -> np.ndarray:
+    """A system's negative log-likelihood (nats) of each predicted token, `[text.tokens]`."""
+    found: list[float] = []
     for tokens, targets in text.windows:
-        loss += child.score(tokens, targets)
-        done += len(targets)
-        progress("score", done, text.tokens)
-    return math.exp(loss / text.tokens)
+        found += child.score(tokens, targets)
+        progress("score", len(found), text.tokens)
+    return np.array(found)

@@ -172,7 +172,7 @@ SHAPES = {
     "0.5b-128k": shape(D=896, L=24, N=14, K=2, H=64, F=4864, V=128256, tied_head=True),
 }
 # Type of a GGUF file -> our format of floats that has the same bits.
-FORMATS = {"F16": "f32", "Q8_0": "int8", "Q4_0": "int4-all", "Q4_1": "int4-min", "Q4_K": "int4-min"}
+FORMATS = {"F16": "f32", "Q8_0": "int8", "Q4_0": "int4-all", "Q4_1": "int4", "Q4_K": "int4"}
 # Changes whenever the same source would be written otherwise.
 _VERSION = 1
 

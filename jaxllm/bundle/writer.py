@@ -40,10 +40,17 @@ from jaxllm.errors import BundleError, ConfigError
 from jaxllm.files.atomic import atomic_file
 from jaxllm.formats import EXPERT_BITS, WEIGHT_FORMATS, WeightFormat
 from jaxllm.models.features import feature_refusal, require_feature
-from jaxllm.models.parameters import ParamSpec, expert_parameter, param_specs, sparse_layers, specs_apart
+from jaxllm.models.parameters import (
+    ParamSpec,
+    expert_parameter,
+    param_specs,
+    parameter_bits,
+    sparse_layers,
+    specs_apart,
+)
 from jaxllm.quant import BlockedArray, QArray, dequantize, from_blocks, nested_blocks, quantize, to_blocks
 from jaxllm.quant.parts import nested_entry
-from jaxllm.quant.weights import RowParts, all_finite, part_rows
+from jaxllm.quant.weights import Measured, RowParts, all_finite, part_rows
 from jaxllm.text.tokenizer import TokenizerFiles
 from jaxllm.version import __version__
 
@@ -66,16 +73,22 @@ class Kept:
 
 
 def stored_form(
-    value: np.ndarray | QArray | Kept, spec: ParamSpec, weights: WeightFormat, width: int = 0
+    name: str,
+    value: np.ndarray | QArray | Kept | Measured,
+    spec: ParamSpec,
+    weights: WeightFormat,
+    width: int = 0,
 ) -> Stored:
-    """A parameter at its role's bits in `weights`, or at `width` bits if that is not 0."""
+    """A parameter at its bits in `weights`, or at `width` bits if that is not 0."""
+    squares: np.ndarray | None = None
     if isinstance(value, QArray):
         return _blocks(value)
     if isinstance(value, Kept):
         value, width = value.value, 16 if value.value.dtype == ml_dtypes.bfloat16 else 32
-    floats, wide = {"f32": 32, "bf16": 16}, ("int8", "int8-nested")
-    narrow = 8 if weights in wide or (weights != "int4-all" and spec.role == "embed") else 4
-    bits = 32 if spec.role == "vector" else width or floats.get(weights, narrow)
+    elif isinstance(value, Measured):
+        value, squares, width = value.value, value.input_squares, value.bits or width
+    of_format = parameter_bits(name, spec, weights)
+    bits = 32 if spec.role == "vector" else width or of_format
     if weights == "int8-nested" and bits == 8:
         return nested_blocks(np.asarray(value, np.float32), contracted_axis(spec))
     if bits in (16, 32):
@@ -90,7 +103,8 @@ def stored_form(
         np.asarray(value),
         bits=bits,  # pyright: ignore[reportArgumentType]: of `EXPERT_BITS`, and no float
         axis=contracted_axis(spec),
-        minima=weights == "int4-min" and bits == 4 and not width,
+        minima=weights == "int4" and bits == 4,
+        input_squares=squares if bits == 4 else None,
     )
     return _blocks(levels)
 
@@ -110,7 +124,7 @@ def write_bundle(
     path: str | os.PathLike[str],
     *,
     cfg: ModelConfig,
-    params: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray | QArray | Kept | RowParts]],
+    params: Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray | QArray | Kept | Measured | RowParts]],
     weights: WeightFormat,
     tokenizer: TokenizerFiles,
     name: str,
@@ -123,10 +137,9 @@ def write_bundle(
       path: path of the file; its folder must exist.
       cfg: config of the model.
       params: float arrays by name; or (name, array) pairs in the order of `param_specs(cfg)`, which are
-        consumed one by one. An array is of floats, or `Kept` ones, or a quantized weight, which is stored
-        unchanged; or `RowParts` of these.
-      weights: format of matrices. Vectors (norms, biases, positions) stay float32; with int4 and int4-min,
-        embedding and head stay at 8 bits.
+        consumed one by one. An array is of floats, or `Kept` or `Measured` ones, or a quantized weight, which
+        is stored unchanged; or `RowParts` of these.
+      weights: format of matrices (see `parameter_bits`).
       tokenizer: tokenizer of the model.
       name: display name of the model.
       parts: additions to the model, by name.
@@ -150,7 +163,8 @@ def write_bundle(
         for param, spec, value, width in _in_file_order(cfg, pairs, expert_bits):
             parts_of = value.parts if isinstance(value, RowParts) else (value,)
             try:
-                writer.parameter(param, (stored_form(each, spec, weights, width) for each in parts_of))
+                forms = (stored_form(param, each, spec, weights, width) for each in parts_of)
+                writer.parameter(param, forms)
             except ConfigError as error:
                 raise ConfigError(f"parameter {param}: {error}") from error
         for each, part in (parts or {}).items():
@@ -319,7 +333,7 @@ def lay_experts_apart(
             return mine
         floats = jnp.asarray(mine) if isinstance(mine, np.ndarray) else from_blocks(mine)
         value = np.asarray(dequantize(floats, jnp.dtype(jnp.float32)))
-        return stored_form(value, spec, source.layout.weights, widths[layer][at])
+        return stored_form(name, value, spec, source.layout.weights, widths[layer][at])
 
     weights = ((each, stored(each, spec)) for each, spec in specs_apart(cfg).items())
     rewrite_bundle(path, source, parts or {}, name=name, weights=weights)

@@ -21,7 +21,7 @@ from jaxllm.config import ModelConfig
 from jaxllm.errors import CheckpointError
 from jaxllm.formats import WeightFormat
 from jaxllm.models.architectures import architecture
-from jaxllm.models.parameters import ParamSpec, param_specs
+from jaxllm.models.parameters import ParamSpec, param_specs, parameter_bits
 from jaxllm.models.translate import Architecture, Tensor
 from jaxllm.quant import QArray, quantize
 from jaxllm.quant.weights import RowParts, part_rows
@@ -49,10 +49,8 @@ def own_format(file: GgufFile) -> WeightFormat:
       CheckpointError: no format stores the file's blocks unchanged.
     """
     kinds = {each.kind for each in file.tensors.values() if len(each.shape) > 1}
-    if kinds & set(gguf_file.MINIMA):
-        own: WeightFormat = "int4-min"
-    elif "Q4_0" in kinds:
-        own = "int4"
+    if kinds & {"Q4_0", *gguf_file.MINIMA}:
+        own: WeightFormat = "int4"
     elif kinds & {"Q8_0", "MXFP4", *gguf_file.INTO_INT8}:
         own = "int8"
     else:
@@ -65,6 +63,13 @@ def own_format(file: GgufFile) -> WeightFormat:
             "take a file of Q8_0, Q4_0 or Q4_1, which are read exactly"
         )
     return own
+
+
+def stays_at_4_bits(file: GgufFile, weights: WeightFormat | str | None) -> bool:
+    """Whether `int4` stores all matrices of layers as the file has them."""
+    exact = {kind for kind, bits in gguf_file.EXACT.items() if bits == 4} | set(gguf_file.MINIMA)
+    layers = {each.kind for name, each in file.tensors.items() if len(each.shape) > 1 and "blk." in name}
+    return weights == "int4" and layers <= exact
 
 
 def read_gguf_params(
@@ -208,13 +213,15 @@ def _read(
     vector = spec.role == "vector"
     if stored.kind in gguf_file.EXACT and not vector:
         bits = gguf_file.EXACT[stored.kind]
-        wanted = bits if weights is None else _bits(weights, spec)
+        wanted = bits if weights is None else _bits(param, spec, weights)
         if bits <= wanted <= 8:
-            blocks = dataclasses.replace(gguf_file.levels(stored), bits=8 if wanted > bits else bits)
+            # Embeddings and heads are looked up at 8 bits; other matrices stay as narrow as they are.
+            wide = wanted > bits and (weights == "int8" or spec.role == "embed")
+            blocks = dataclasses.replace(gguf_file.levels(stored), bits=8 if wide else bits)
             exact = packed_parameter(blocks, tensor, param, specs)
             if exact is not None:
                 return exact
-    if stored.kind in gguf_file.MINIMA and not vector and weights in (None, "int4-min"):
+    if stored.kind in gguf_file.MINIMA and not vector and weights in (None, "int4"):
         found = packed_parameter(gguf_file.levels_with_minima(stored), tensor, param, specs)
         if found is not None:
             return found
@@ -224,15 +231,12 @@ def _read(
     else:
         read = np.stack([tensor.read(each, param, specs) for each in values])
     quantized = stored.kind not in gguf_file.FLOATS and stored.kind != "BF16"
-    if quantized and not vector and (weights is None or _bits(weights, spec) == 8):
+    if quantized and not vector and (weights is None or _bits(param, spec, weights) == 8):
         axis = -2 if spec.role == "from_units" else -1
         return quantize(np.asarray(read, np.float32), bits=8, axis=axis, group=GROUP)
     return read
 
 
-def _bits(weights: WeightFormat, spec: ParamSpec) -> int:
-    """The width of a parameter in plain groups of a format; other formats are made of floats."""
-    if weights in ("int8", "int4", "int4-min", "int4-all"):
-        wide = weights == "int8" or (weights in ("int4", "int4-min") and spec.role == "embed")
-        return 8 if wide else 4
-    return 16
+def _bits(param: str, spec: ParamSpec, weights: WeightFormat) -> int:
+    """`parameter_bits`; nested weights are made of floats."""
+    return 16 if weights == "int8-nested" else parameter_bits(param, spec, weights)

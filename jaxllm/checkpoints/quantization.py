@@ -270,7 +270,7 @@ def _gptq(reader: ConfigReader) -> Quantization:
         zero = _unpacked(zeros, bits, 1)[:, :rows].T + more
         return _grouped(stem, values, zero, folder.floats(f"{stem}scales", (groups, rows)).T, bits, symmetric)
 
-    return Quantization("gptq", _form(bits, symmetric), ("qweight", "qzeros", "scales", "?g_idx"), read)
+    return Quantization("gptq", _form(bits), ("qweight", "qzeros", "scales", "?g_idx"), read)
 
 
 def _awq(reader: ConfigReader) -> Quantization:
@@ -292,7 +292,7 @@ def _awq(reader: ConfigReader) -> Quantization:
         zero = ordered(folder.integers(f"{stem}qzeros", (groups, rows // 8))).T
         return _grouped(stem, values, zero, folder.floats(f"{stem}scales", (groups, rows)).T, bits, symmetric)
 
-    return Quantization("awq", _form(bits, symmetric), ("qweight", "qzeros", "scales"), read)
+    return Quantization("awq", _form(bits), ("qweight", "qzeros", "scales"), read)
 
 
 def _compressed_tensors(reader: ConfigReader) -> Quantization:
@@ -406,9 +406,9 @@ _METHODS: dict[str, Callable[[ConfigReader], Quantization]] = {
 }
 
 
-def _form(bits: int, symmetric: bool = True) -> WeightFormat:
+def _form(bits: int) -> WeightFormat:
     """The weight format that stores a checkpoint's integers unchanged."""
-    return "int8" if bits == 8 else "int4" if symmetric else "int4-min"
+    return "int8" if bits == 8 else "int4"
 
 
 def _bits(reader: ConfigReader, key: str, allowed: tuple[int, ...]) -> int:

@@ -93,6 +93,7 @@ def info_command(bundle: Path | None, verify: bool, memory: bool, as_json: bool)
             **{name: dict(each) for name, each in named.items() if each},
             **image_encoder_facts(opened),
             **_experts(opened),
+            **_chosen_weights(opened),
             "config": opened.cfg.to_json(),
             "jaxllm": __version__,
             "jax": jax.__version__,
@@ -152,8 +153,13 @@ def _levels(bundle: "Bundle") -> dict[str, Any]:
     }
 
 
+def _chosen_weights(bundle: "Bundle") -> dict[str, Any]:
+    """What `--weights auto` chose, and its loss."""
+    part = bundle.load_part("chosen_weights")
+    return {} if part is None else {"chosen_weights": part.facts}
+
+
 _CONTEXTS_TOKENS = (2048, 8192)
-_FLOAT_BYTES = {"f32": 4, "bf16": 2}
 _GROUP = 32
 
 
@@ -219,8 +225,8 @@ def _memory(cfg: "ModelConfig", width: WeightFormat) -> dict[str, int]:
     from jaxllm.serving.weights.memory_plan import SLOTS, fixed_bytes, outputs_bytes, whole_budget
     from jaxllm.serving.weights.resident_part import kept_rows_bytes
 
-    sizes = {name: _bytes(spec, width) for name, spec in param_specs(cfg).items()}
-    weights, quantized = sum(sizes.values()), width not in _FLOAT_BYTES
+    sizes = {name: _bytes(name, spec, width) for name, spec in param_specs(cfg).items()}
+    weights, quantized = sum(sizes.values()), width not in ("f32", "bf16")
     found = {"weights": weights}
     for tokens in _CONTEXTS_TOKENS:
         if tokens <= cfg.window_tokens:
@@ -247,17 +253,14 @@ def _memory(cfg: "ModelConfig", width: WeightFormat) -> dict[str, int]:
     return found
 
 
-def _bytes(spec: "ParamSpec", width: WeightFormat) -> int:
+def _bytes(name: str, spec: "ParamSpec", weights: WeightFormat) -> int:
     """Bytes of a parameter in a format, without padding."""
-    count = math.prod(spec.shape)
-    if spec.role == "vector":
-        return 4 * count
-    if width in _FLOAT_BYTES:
-        return _FLOAT_BYTES[width] * count
-    if width in ("int8", "int8-nested") or (width in ("int4", "int4-min") and spec.role == "embed"):
-        return count
-    # Two numbers per byte, and for each 32 a scale (and a minimum) of two bytes.
-    return count // 2 + count // (8 if width == "int4-min" else 16)
+    from jaxllm.models.parameters import parameter_bits
+
+    count, bits = math.prod(spec.shape), parameter_bits(name, spec, weights)
+    # For each 32 numbers of 4 bits a scale (and a minimum) of two bytes.
+    scales = 0 if bits > 4 else count // (8 if weights == "int4" else 16)
+    return count * bits // 8 + scales
 
 
 _MEGABYTE = 1e6

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from jaxllm.errors import ConfigError
-from jaxllm.formats import WEIGHT_FORMATS
+from jaxllm.formats import AUTO, WEIGHT_FORMATS
 from jaxllm.int8_prefill.recipe import MOST_LOSS
 from jaxllm.option_types import Level, Share, Size
 from jaxllm.options import option
@@ -16,7 +16,7 @@ from jaxllm.serving.ground.int8_prefill_options import IntegerDevice, Mode, Pref
 from jaxllm.serving.host.progress import Progress
 
 if TYPE_CHECKING:
-    from jaxllm.formats import WeightFormat
+    from jaxllm.formats import WeightChoice
     from jaxllm.serving.engine.engine import Engine
     from jaxllm.serving.ground.options import EngineOptions
     from jaxllm.serving.ground.speculation_options import SpeculationOptions
@@ -48,10 +48,11 @@ class ModelChoice:
         "--model",
         metavar="MODEL",
     )
-    weights: "WeightFormat | None" = _field(  # noqa: RUF009
+    weights: "WeightChoice | None" = _field(  # noqa: RUF009
         None,
-        "Width of the weights of a Hugging Face folder or a GGUF file.  [default: the checkpoint's own]",
-        type=click.Choice(WEIGHT_FORMATS),
+        "Width of the weights of a Hugging Face folder or a GGUF file; auto takes the best that --memory "
+        "holds, or the smallest that loses at most 1 %.  [default: the checkpoint's own]",
+        type=click.Choice((*WEIGHT_FORMATS, AUTO)),
     )
     context_tokens: int = _field(
         0,

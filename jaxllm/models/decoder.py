@@ -347,6 +347,36 @@ def _begin_documents(
         branches.check(axes)
     starts = jnp.zeros(tokens.shape, jnp.int32) if starts is None else starts
     positions = document_positions(starts, branches)
+    run = _document_layer(starts, positions, branches, cfg=cfg, differentiable=differentiable)
+    x = constrained(embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype), "residual")
+    return (x, _first_shared(params, tokens, x, cfg, ALL_ROWS)), run
+
+
+def layer_of_documents(own: Params, x: jax.Array, *, cfg: ModelConfig, layer: int) -> jax.Array:
+    """The output `[B, T, D]` of one layer of `x` `[B, T, D]`, whose sequences are one document each.
+
+    Args:
+      own: parameters of the layer.
+      x: the layer's input.
+      cfg: config of a model without mixed layers.
+      layer: index of the layer, or of an equal one.
+    """
+    starts = jnp.zeros(x.shape[:2], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), starts.shape)
+    run = _document_layer(starts, positions, None, cfg=cfg, differentiable=False)
+    (x, _), _ = run((x, None), own, layer, layer)
+    return x
+
+
+def _document_layer(
+    starts: jax.Array,
+    positions: jax.Array,
+    branches: "Branches | None",
+    *,
+    cfg: ModelConfig,
+    differentiable: bool,
+) -> _DocumentLayer:
+    """The function of a layer; for the arguments see `forward_documents`."""
     rotaries = rotary_by_rope(positions, cfg)
 
     def run(carry: _Carry, own: Params, like: int, number: Any) -> "tuple[_Carry, Routing | None]":
@@ -375,8 +405,7 @@ def _begin_documents(
             x, _, routing = run_layer(weights, x, cfg, like, attend, differentiable=differentiable)
         return (constrained(x, "residual"), None), routing
 
-    x = constrained(embed_tokens(params, tokens, positions, cfg=cfg, dtype=dtype), "residual")
-    return (x, _first_shared(params, tokens, x, cfg, ALL_ROWS)), run
+    return run
 
 
 def _first_shared(

@@ -44,6 +44,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxllm.config import ModelConfig
+from jaxllm.formats import WeightFormat
 from jaxllm.layer_configs import MixedLayers, layer_config, shares_kv
 from jaxllm.quant import Weight
 
@@ -59,6 +60,17 @@ class ParamSpec:
 
     shape: tuple[int, ...]
     role: Role
+
+
+def parameter_bits(name: str, spec: ParamSpec, weights: WeightFormat) -> int:
+    """Bits of a parameter in a format of weights. Vectors (norms, biases, positions) have 32."""
+    if spec.role == "vector" or weights == "f32":
+        return 32
+    if weights in ("bf16", "int8", "int8-nested"):
+        return 16 if weights == "bf16" else 8
+    # Of all matrices these cost most at 4 bits for their size: keys and values of few heads.
+    wide = spec.role == "embed" or name.endswith(_WIDE)
+    return 8 if weights == "int4" and wide else 4
 
 
 def head_name(cfg: ModelConfig) -> str:
@@ -132,6 +144,8 @@ def specs_apart(cfg: ModelConfig) -> dict[str, ParamSpec]:
 
 
 Specs = dict[str, ParamSpec]
+# Matrices that `int4` stores at 8 bits besides embedding and head.
+_WIDE = (".attn.k", ".attn.v")
 
 
 def _vectors(**shapes: tuple[int, ...]) -> Specs:

@@ -195,7 +195,18 @@ def normed_to_units(
     if not math.prod(weights[0].shape):
         # Nothing to compute: a level's block without units.
         outs = apart(x, None, list(weights), options)
-    elif (norm is None or norm.bias is None) and _one_format(weights):
+        return [_with_bias(out, bias) for out, bias in zip(outs, biases, strict=True)]
+    formats = [_format(weight) for weight in weights]
+    if len(set(formats)) > 1:
+        # A fused kernel for the weights of each format, such as keys and values of 8 bits.
+        found: dict[int, jax.Array] = {}
+        for form in dict.fromkeys(formats):
+            places = [place for place, each in enumerate(formats) if each == form]
+            own = [weights[place] for place in places], [biases[place] for place in places]
+            products = normed_to_units(x, norm, *own, batch_invariant=batch_invariant, **options)
+            found |= dict(zip(places, products, strict=True))
+        return [found[place] for place in range(len(weights))]
+    if (norm is None or norm.bias is None) and _one_format(weights):
         outs = natively(together, apart, x, norm, list(weights), options)
     else:
         outs = apart(x, norm, list(weights), options)
@@ -363,10 +374,17 @@ def in_blocks(weight: Weight) -> bool:
 
 
 def _one_format(weights: Sequence[Weight]) -> bool:
-    """Whether all weights are in blocks of one width, which a fused kernel needs."""
-    stored = map(_stored, weights)
-    formats = {(w.bits, w.group, w.nested, w.minima) for w in stored if isinstance(w, BlockedArray)}
-    return all(in_blocks(weight) for weight in weights) and len(formats) == 1
+    """Whether all weights are in blocks of one format, which a fused kernel needs."""
+    formats = {_format(weight) for weight in weights}
+    return len(formats) == 1 and None not in formats
+
+
+def _format(weight: Weight) -> tuple[int, int, bool, bool] | None:
+    """What weights of a fused kernel have in common; None if the weight is not in blocks."""
+    stored = _stored(weight)
+    if not isinstance(stored, BlockedArray) or not in_blocks(weight):
+        return None
+    return stored.bits, stored.group, stored.nested, stored.minima
 
 
 def _stored(weight: Weight) -> Weight:

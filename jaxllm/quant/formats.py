@@ -3,7 +3,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
 import jax
@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
+from jaxllm.quant.scale_search import search_scales
 
 # Quantization-aware training leaves floats on a grid of 4 bits in bfloat16: a group of inputs has integer
 # multiples, -8 to 7, of one step. Its levels are recovered by trying the level of the largest value, where an
@@ -108,10 +109,8 @@ BITS: tuple[Bits, ...] = (2, 4, 8)
 _TOP_LEVELS = {2: 3.0, 4: 8.0, 8: 127.0}
 # Allowed group sizes: inputs that share one float16 scale.
 GROUPS = (32, 64)
-# Candidate shrink factors of the int4 scale, of which `quantize` uses the best for each group: slightly
-# clipping a group's extremes often lowers its squared error.
-_INT4_SHRINK = (1.0, 0.96, 0.92, 0.88, 0.84)
-# The same at 2 bits, where coarser levels make more clipping worthwhile.
+# Candidate shrink factors of the int2 scale, of which `quantize` uses the best for each group: clipping a
+# group's extremes often lowers its squared error.
 _INT2_SHRINK = (1.0, 0.92, 0.84, 0.76, 0.68, 0.6, 0.52, 0.44)
 
 
@@ -203,6 +202,7 @@ def quantize(
     group: int | None = None,
     per_tensor: bool = False,
     minima: bool = False,
+    input_squares: np.ndarray | None = None,
 ) -> QArray:
     """Quantizes a float weight, on the host.
 
@@ -216,12 +216,15 @@ def quantize(
       per_tensor: whether to use one scale for the whole tensor, at 8 bits without groups; it is stored once
         per output channel.
       minima: whether to add a float16 minimum per group, at 4 bits: all 16 levels are between a group's
-        smallest and largest weight.
+        smallest and largest weight. Floats on a grid of 4 bits have none.
+      input_squares: at 4 bits, mean squares of the inputs over a text, `[n]` for all contracted ones
+        together: a weight's squared error counts by that of its input (see `scale_search.py`). None counts
+        all alike.
 
     Returns:
       A QArray of numpy arrays. The error of an element is at most half a scale, at 2 bits (levels two
-      apart) a whole one. Values clipped by the chosen int4 or int2 scale have a larger error: at int4 up to
-      two more scales, and more than that in groups of values under 1e-3, where float16 scales are coarse.
+      apart) a whole one, except for values outside of the range of the group's scale. At 4 bits no group has
+      a larger sum of squared errors, each times its input's mean square, than with plain rounding.
 
     Raises:
       ConfigError: unsupported bits, group or axis, or weights that are not finite or too large to
@@ -245,9 +248,17 @@ def quantize(
         raise ConfigError(f"weights with a minimum per group have 4 bits, got {bits}")
     # The contracted axis is last until `joined`.
     moved = np.moveaxis(np.asarray(weight), axis, -1)
+    # Quantization-aware training chose levels without minima.
+    minima = minima and not on_grid(_by_group(moved[:: max(1, len(moved) // _SAMPLE)], group))
     # One scale for all requires all values at once.
     count = 1 if per_tensor else max(1, min(len(moved), -(-moved.size // _MOST_AT_ONCE)))
-    parts = [_quantized(part, bits, group, per_tensor, minima) for part in np.array_split(moved, count)]
+    weights = [None] * count
+    if input_squares is not None:
+        weights = np.array_split(_by_value(input_squares, moved, weight.shape, axis), count)
+    parts = [
+        _quantized(part, bits, group, per_tensor, minima, own)
+        for part, own in zip(np.array_split(moved, count), weights, strict=True)
+    ]
 
     def joined(each: Sequence[np.ndarray | None]) -> np.ndarray | None:
         found = [part for part in each if part is not None]
@@ -266,8 +277,29 @@ def quantize(
     )
 
 
+def _by_value(input_squares: np.ndarray, moved: np.ndarray, shape: tuple[int, ...], axis: int) -> np.ndarray:
+    """The mean square of the input of each value of a weight of `shape`, with the contracted axis last."""
+    inputs = shape[-1:] if axis == -1 else shape[:-1]
+    if (
+        input_squares.shape != (int(np.prod(inputs)),)
+        or not np.isfinite(input_squares).all()
+        or input_squares.min() < 0
+    ):
+        raise ConfigError(
+            f"mean squares of inputs must be {int(np.prod(inputs))} finite numbers of at least 0, got the "
+            f"shape {input_squares.shape}; measure them on another text"
+        )
+    own = input_squares if axis == -1 else np.moveaxis(input_squares.reshape(*inputs, 1), axis, -1)
+    return np.broadcast_to(own.astype(np.float32), moved.shape)
+
+
 def _quantized(
-    values: np.ndarray, bits: Bits, group: int, per_tensor: bool, minima: bool
+    values: np.ndarray,
+    bits: Bits,
+    group: int,
+    per_tensor: bool,
+    minima: bool,
+    input_squares: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
     values = np.asarray(values, np.float32)
     if not np.isfinite(values).all():
@@ -279,19 +311,29 @@ def _quantized(
         scale = np.abs(values).max(-1, keepdims=True) / 127.0
         scale = np.full_like(scale, scale.max()) if per_tensor else scale
         return scale, None, _int8_levels(values, scale)
-    # `[..., n_groups, group]`, the last one zero-padded.
-    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % group)])
-    grouped, minimum = padded.reshape(*values.shape[:-1], -1, group), None
-    if minima:
-        scale, minimum, levels = _best_with_minima(grouped)
-        minimum = minimum[..., 0]
-    elif bits == 8:
+
+    grouped, minimum = _by_group(values, group), None
+    if bits == 8:
         scale = (np.abs(grouped).max(-1, keepdims=True) / 127.0).astype(np.float16)
         levels = _int8_levels(grouped, scale.astype(np.float32))
+    elif bits == 2:
+        scale, levels = _best_int2(grouped)
+    elif not minima and on_grid(grouped):
+        scale = grid_scale(grouped).astype(np.float16)
+        step = _nonzero(scale.astype(np.float32))
+        levels = np.clip(np.rint(grouped / step), -8, 7).astype(np.int8)
     else:
-        scale, levels = (_best_int4 if bits == 4 else _best_int2)(grouped)
+        weights = None if input_squares is None else _by_group(input_squares, group)
+        scale, minimum, levels = search_scales(grouped, weights, minima=minima)
+        minimum = None if minimum is None else minimum[..., 0]
     levels = levels.reshape(*values.shape[:-1], -1)[..., : values.shape[-1]]
     return scale[..., 0], minimum, levels
+
+
+def _by_group(values: np.ndarray, group: int) -> np.ndarray:
+    """`[..., n_groups, group]`, the last one zero-padded."""
+    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, -values.shape[-1] % group)])
+    return padded.reshape(*values.shape[:-1], -1, group)
 
 
 def scaled(
@@ -324,49 +366,19 @@ def _int8_levels(values: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return np.clip(np.rint(values / _nonzero(scale)), -127, 127).astype(np.int8)
 
 
-def _best_int4(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scale `[..., n, 1]` (float16) and levels `[..., n, group]` with the minimum squared error per group.
-
-    The value of largest magnitude is mapped to -8, the level without a positive counterpart, so that all 16
-    levels are used. Groups on grids of 4 bits retain their levels (see `grid_scale`).
-    """
-    if on_grid(grouped):
-        scale = grid_scale(grouped).astype(np.float16)
-        step = _nonzero(scale.astype(np.float32))
-        return scale, np.clip(np.rint(grouped / step), -8, 7).astype(np.int8)
-    index = np.abs(grouped).argmax(-1, keepdims=True)
-    extreme = np.take_along_axis(grouped, index, -1)
-
-    def levels_at(step: np.ndarray) -> np.ndarray:
-        return np.clip(np.rint(grouped / step), -8, 7)
-
-    return _best_scale(grouped, [extreme * (-shrink / 8.0) for shrink in _INT4_SHRINK], levels_at)
-
-
 def _best_int2(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`_best_int4` with the levels -3, -1, 1 and 3."""
+    """Scale `[..., n, 1]` (float16) and levels -3, -1, 1 and 3 `[..., n, group]`, of the candidates those
+    with the minimum squared error per group."""
     extreme = np.abs(grouped).max(-1, keepdims=True)
 
-    def levels_at(step: np.ndarray) -> np.ndarray:
-        return np.clip(2 * np.floor(grouped / (2 * step)) + 1, -3, 3)
-
-    return _best_scale(grouped, [extreme * (shrink / 3.0) for shrink in _INT2_SHRINK], levels_at)
-
-
-def _best_scale(
-    grouped: np.ndarray, scales: Sequence[np.ndarray], levels_at: Callable[[np.ndarray], np.ndarray]
-) -> tuple[np.ndarray, np.ndarray]:
-    """The candidate scale (float16) `[..., n, 1]` with the minimum squared error per group, and its
-    levels."""
-
-    def at(candidate: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        scale = candidate.astype(np.float16)
+    def at(shrink: float) -> tuple[np.ndarray, ...]:
+        scale = (extreme * (shrink / 3.0)).astype(np.float16)
         step = _nonzero(scale.astype(np.float32))
-        levels = levels_at(step)
+        levels = np.clip(2 * np.floor(grouped / (2 * step)) + 1, -3, 3)
         error = np.square(levels * scale.astype(np.float32) - grouped).sum(-1, keepdims=True)
         return error, scale, levels.astype(np.int8)
 
-    _, scale, levels = least_error(map(at, scales))
+    _, scale, levels = least_error(map(at, _INT2_SHRINK))
     return scale, levels
 
 
@@ -387,25 +399,3 @@ def least_error(candidates: Iterable[tuple[np.ndarray, ...]]) -> tuple[np.ndarra
             for new, old in zip(found, best, strict=True)
         )
     return best
-
-
-def _best_with_minima(grouped: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scale and minimum `[..., n, 1]` (float16) with the minimum squared error per group, and levels
-    `[..., n, group]` in [-8, 7], for 0 to 15 steps above the minimum.
-
-    Candidates span a share of the range of the group about its middle. The last group's padding counts as
-    zeros.
-    """
-    low, high = grouped.min(-1, keepdims=True), grouped.max(-1, keepdims=True)
-
-    def at(shrink: float) -> tuple[np.ndarray, ...]:
-        less = (high - low) * ((1 - shrink) / 2)
-        scale = ((high - low) * (shrink / 15)).astype(np.float16)
-        minimum = (low + less).astype(np.float16)
-        step, first = scale.astype(np.float32), minimum.astype(np.float32)
-        codes = np.clip(np.rint((grouped - first) / _nonzero(step)), 0, 15)
-        error = np.square(codes * step + first - grouped).sum(-1, keepdims=True)
-        return error, scale, minimum, codes.astype(np.int8) - np.int8(8)
-
-    _, scale, minimum, levels = least_error(map(at, _INT4_SHRINK))
-    return scale, minimum, levels

@@ -186,6 +186,26 @@ def part_rows(rows: int, columns: int) -> Iterator[tuple[int, int]]:
         yield first, min(rows, first + step)
 
 
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A float matrix and how it is to be quantized.
+
+    Attributes:
+      value: the matrix.
+      input_squares: `[inputs]` float32, mean squares of its inputs over a text; None for unknown ones.
+      bits: its bits, if they are not those of the format of all weights; 0 if they are.
+    """
+
+    value: np.ndarray
+    input_squares: np.ndarray | None = None
+    bits: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        return self.value.shape
+
+
 # Exponent bits by dtype: all of them are set in infinities and NaN, and in no other value.
 _EXPONENTS = {"bfloat16": 0x7F80, "float16": 0x7C00}
 

@@ -12,24 +12,25 @@ import hashlib
 import logging
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
 
-from jaxllm.bundle import SUFFIX, Bundle, WeightFormat
+from jaxllm.bundle import SUFFIX, Bundle
 from jaxllm.bundle.levels import read_ladder
-from jaxllm.config import FULL_LEVEL
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import BundleError, CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file, remove_abandoned
 from jaxllm.files.input_files import begins_with
-from jaxllm.formats import GGUF_MAGIC
+from jaxllm.formats import AUTO, GGUF_MAGIC, WeightChoice
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder, clear_entry, make_private_folder, private_file
 from jaxllm.text import tokenizer_bounds
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 # Increment when preparing the same folder writes another bundle.
-_CACHE_KEY_VERSION = "5"
+_CACHE_KEY_VERSION = "6"
 # Suffixes of the files of a model folder that affect its bundle.
 _CONTENT_SUFFIXES = (".json", ".jinja", ".safetensors", ".model", ".spm", ".tiktoken", ".txt")
 # Files larger than 32 MiB are sampled in blocks.
@@ -45,24 +46,31 @@ _ORDINARY, _UNKNOWN = b"ordinary", b"unknown"
 def open_model(
     model: str | Path | None,
     *,
-    weights: WeightFormat | None = None,
+    weights: WeightChoice | None = None,
+    room: Callable[[ModelConfig], int] | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
     """Opens `model` (see `Engine.open`).
+
+    Args:
+      model: see `Engine.open`.
+      weights: format of a checkpoint's weights; "auto" chooses one.
+      room: bytes for the weights of a model, for "auto"; None for the smallest with little loss.
+      progress: see `Engine.open`.
 
     Raises:
       CheckpointError: the model is missing, or cannot be read or prepared.
     """
     path = find_model(model, progress)
     if path.is_dir() or begins_with(path, GGUF_MAGIC):
-        return _open_prepared(path, weights, progress)
+        return _open_prepared(path, weights, room, progress)
     if not path.exists():
         raise CheckpointError(
             f"{path}: no such file or folder; give a bundle made by `jaxllm prepare`, a Hugging Face model "
             f"folder, a GGUF file, or one of the packaged models: {', '.join(packaged_models())}"
         )
     bundle = Bundle.open(path)
-    if weights not in (None, bundle.layout.weights):
+    if weights not in (None, AUTO, bundle.layout.weights):
         raise CheckpointError(
             f"{path} holds {bundle.layout.weights} weights, not {weights}; prepare the original folder "
             f"again with --weights {weights}"
@@ -162,17 +170,28 @@ def _assets() -> Path:
     return Path(__file__).parents[2] / "assets"
 
 
-def _open_prepared(source: Path, weights: WeightFormat | None, progress: Progress | None) -> Bundle:
+def _open_prepared(
+    source: Path,
+    weights: WeightChoice | None,
+    room: Callable[[ModelConfig], int] | None,
+    progress: Progress | None,
+) -> Bundle:
     """The bundle of a Hugging Face folder or a GGUF file, from the cache or made now."""
     # Imported here, because opening a bundle does not need it.
+    from jaxllm.checkpoints.gguf_config import read_gguf_config
+    from jaxllm.checkpoints.gguf_file import read_gguf
     from jaxllm.checkpoints.huggingface import Checkpoint
-    from jaxllm.prepare import prepare
+    from jaxllm.prepare import WeightRecipe, prepare
 
-    checkpoint = Checkpoint(source) if source.is_dir() else None
+    checkpoint, most_bytes = Checkpoint(source) if source.is_dir() else None, 0
     if checkpoint is not None and checkpoint.quantization is None:
         weights = weights or checkpoint.weight_format
+    if weights == AUTO and room is not None:
+        cfg = checkpoint.cfg if checkpoint else read_gguf_config(read_gguf(source))
+        most_bytes = max(1, room(cfg))
     # Without a width, quantized weights keep the width of each tensor.
-    place = _place(source) / (weights or "own")
+    kind = (weights or "own") + (f"-{most_bytes}" if most_bytes else "")
+    place = _place(source) / kind
     cached = place / f"{_content_key(source)}{SUFFIX}"
     try:
         make_private_folder(place)
@@ -184,7 +203,10 @@ def _open_prepared(source: Path, weights: WeightFormat | None, progress: Progres
     bundle = _open_cached(cached)
     if bundle is not None:
         return bundle
-    prepare(checkpoint or source, cached, weights=weights, progress=progress)
+    # Weights that do not fit even so are read from storage.
+    recipe = WeightRecipe(weights=weights, most_bytes=most_bytes, or_smallest=True)
+    if (chosen := prepare(checkpoint or source, cached, weights=recipe, progress=progress)) is not None:
+        _log.info("%s: %s", source, chosen.in_words)
     cached.chmod(0o600)
     for older in place.glob(f"*{SUFFIX}"):
         # Bundles of earlier contents; a process that still maps one retains its pages.

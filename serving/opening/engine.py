@@ -2,12 +2,13 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jaxllm.bundle import Bundle, WeightFormat
-from jaxllm.config import FULL_LEVEL
+from jaxllm.bundle import Bundle
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import BudgetExceeded
+from jaxllm.formats import WeightChoice
 from jaxllm.host_settings import require_usable_jax
 from jaxllm.serving.engine.engine import AnyModel
 from jaxllm.serving.engine.engine import Engine as AnyEngine
@@ -16,6 +17,7 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.loading import LoadedModel
+from jaxllm.serving.weights.memory_plan import fixed_bytes, runtime_bytes
 from jaxllm.serving.weights.model_level import rank_of, read_adapter_of, require_nested
 
 _log = logging.getLogger("jaxllm")
@@ -35,7 +37,7 @@ class Engine(AnyEngine[AnyModel]):
         cls,
         model: str | Path | None = None,
         *,
-        weights: WeightFormat | None = None,
+        weights: WeightChoice | None = None,
         options: EngineOptions | None = None,
         adapter: str | Path | None = None,
         level: int = FULL_LEVEL,
@@ -48,7 +50,8 @@ class Engine(AnyEngine[AnyModel]):
         Args:
           model: a bundle, a Hugging Face folder or a GGUF file (prepared on the fly and cached), a name (see
             `jaxllm.serving.ground.bundles.find_model`), or None for the default one.
-          weights: width of a folder's weights; None for the checkpoint's own.
+          weights: width of a folder's weights; "auto" for the best that the options' memory holds, or without
+            a limit the smallest that loses at most 1 %; None for the checkpoint's own.
           options: shapes of buckets and caches.
           adapter: initial low-rank adapter in PEFT's layout; its rank and targets are used unless the
             options name some.
@@ -62,7 +65,7 @@ class Engine(AnyEngine[AnyModel]):
           JaxllmError: the model cannot be opened, or does not support the options.
         """
         require_usable_jax()
-        bundle = open_model(model, weights=weights, progress=progress)
+        bundle = open_model(model, weights=weights, room=_room(options), progress=progress)
         options = _with_levels(options or EngineOptions(), [level])
         if speculation is not None:
             speculation = speculation.within(options.context_tokens or bundle.cfg.window_tokens)
@@ -102,6 +105,14 @@ class Engine(AnyEngine[AnyModel]):
             # Else its threads stay until this process ends.
             loaded.close()
             raise
+
+
+def _room(options: EngineOptions | None) -> Callable[[ModelConfig], int] | None:
+    """Bytes that options leave for a model's weights; None without a limit."""
+    if options is None or not options.memory_bytes:
+        return None
+    budget = options.memory_bytes
+    return lambda cfg: budget - runtime_bytes(budget) - fixed_bytes(cfg, options.resolve(cfg, quantized=True))
 
 
 def _loaded(

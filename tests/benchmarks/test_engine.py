@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 
 from benchmarks.engine import run as bench
@@ -93,7 +94,16 @@ def test_perplexity_is_that_of_eval_and_peers_agree(beside, folder):
     floats = {r.value for r in rows if r.system == "float"}
     assert len(floats) == 1
     for row in rows:
+        assert (row.note is None) == (row.system == "float")
         assert math.log(row.value) == pytest.approx(math.log(*floats), abs=0.05)
+
+
+def test_a_loss_is_paired():
+    """An equal loss of all tokens has no width, though the tokens' own losses differ."""
+    floats = np.random.default_rng(0).normal(3.0, 1.0, 640)
+    rows = bench.quality_rows("text", {OURS: floats + np.log(1.01), "float": floats})
+    assert rows[0].note == "+1.00% against float, paired 95 % in [+1.00%, +1.00%]"
+    assert rows[0].value == pytest.approx(1.01 * rows[1].value)
 
 
 def test_the_plan_shrinks_to_the_context():

@@ -52,8 +52,8 @@ def test_bf16_comes_back_bit_for_bit_with_float32_vectors(tmp_path: Path, cfg: M
 def test_integers_are_those_of_quantize(
     tmp_path: Path, cfg: ModelConfig, weights: WeightFormat, kernels: str
 ) -> None:
-    """Matrices along the axis their product contracts, in the order of whoever will read them; tables at 8
-    bits unless all are to be narrow; vectors as they are."""
+    """Matrices along the axis their product contracts, in the order of whoever will read them; tables, keys
+    and values at 8 bits unless all are to be narrow; vectors as they are."""
     with Bundle.open(write(tmp_path / "m", weights, cfg)) as bundle:
         loaded = bundle.load()
     bits_seen = set()
@@ -62,9 +62,10 @@ def test_integers_are_those_of_quantize(
         if value.ndim == 1 or name.endswith(("bias", "positions", "router")):
             assert same_bits(got, value), name
             continue
-        table = name in ("embed.tokens", "head")
-        bits = {"int8": 8, "int4": 8 if table else 4, "int4-all": 4}[weights]
-        expected = quantize(value, bits=bits, axis=-2 if name.endswith((".o", ".down")) else -1)
+        wide = name in ("embed.tokens", "head") or name.endswith((".attn.k", ".attn.v"))
+        bits = {"int8": 8, "int4": 8 if wide else 4, "int4-all": 4}[weights]
+        axis = -2 if name.endswith((".o", ".down")) else -1
+        expected = quantize(value, bits=bits, axis=axis, minima=weights == "int4" and bits == 4)
         if kernels == "native":
             expected = to_blocks(expected)
         assert type(got) is type(expected), name

@@ -81,7 +81,7 @@ def test_numbers_are_those_of_the_blocks(stories_folder, tmp_path, kind):
 
 
 @pytest.mark.parametrize(
-    ("kind", "weights"), [("F16", "f32"), ("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4-min")]
+    ("kind", "weights"), [("F16", "f32"), ("Q8_0", "int8"), ("Q4_0", "int4"), ("Q4_1", "int4")]
 )
 def test_a_prepared_bundle_has_its_numbers(stories_folder, tmp_path, kind, weights):
     path = write_model(tmp_path / "m.gguf", stories_folder, kind)

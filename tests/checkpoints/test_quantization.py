@@ -198,8 +198,7 @@ def test_numbers_are_those_of_the_format(tmp_path, case):
         assert found.bits == bits
     prepare(tmp_path / "q", tmp_path / "m.jaxllm")
     with Bundle.open(tmp_path / "m.jaxllm") as bundle:
-        narrow = "int4-min" if case in ("awq", "gptq with minima") else "int4"
-        assert bundle.layout.weights == (narrow if bits == 4 else "int8")
+        assert bundle.layout.weights == f"int{bits}"
         assert bundle.layout.tensors["layers.0.ffn.up"].bits == bits
         # What the checkpoint has as floats stays as it is.
         assert bundle.layout.tensors["embed.tokens"].bits == 0

@@ -409,4 +409,5 @@ def test_layers_without_importance_go_first_where_levels_may_lack_them():
     groups, neurons = importances(LLAMA)
     groups[1], neurons[2] = np.zeros_like(groups[1]), np.zeros_like(neurons[2])
     units = chosen_ladder(LLAMA, (40, 100), groups, neurons, depth=True).units[0]
-    assert units[1][0] == units[2][1] == 0 and all(sum(each) for each in units)
+    assert units[1][0] == units[2][1] == 0
+    assert all(sum(each) for each in units)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxllm.kernels import converted
-from jaxllm.nn.linear import dense_product, from_units, to_units
-from jaxllm.quant import Bfloat16Bits, quantize
+from jaxllm.nn.linear import dense_product, from_units, normed_to_units, to_units
+from jaxllm.quant import Bfloat16Bits, quantize, to_blocks
 from tests.quant.plain import wide
 from tests.quick_jit import jit
 
@@ -176,3 +176,18 @@ def test_a_half_product_is_that_of_float32_rounded_once(half_case):
         assert found.dtype == jnp.bfloat16
         # A sum in another order may round to the neighbour.
         np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=2**-7, atol=1e-2)
+
+
+def test_weights_of_several_formats_in_one_call():
+    """Those of each format together, in the order given."""
+    x = jnp.asarray(normal(3, 64))
+    forms = ({"bits": 4, "minima": True}, {"bits": 8}, {"bits": 4, "minima": True}, {"bits": 8})
+    weights = [
+        jax.tree.map(jnp.asarray, to_blocks(quantize(normal(16 + seed, 64, seed=seed), axis=-1, **form)))
+        for seed, form in enumerate(forms)
+    ]
+    biases = [jnp.asarray(normal(16)), None, None, None]
+    got = jit(lambda x: normed_to_units(x, None, weights, biases))(x)
+    for each, weight, bias in zip(got, weights, biases, strict=True):
+        alone = jit(lambda x, weight=weight, bias=bias: to_units(x, weight, bias))(x)
+        np.testing.assert_allclose(each, alone, rtol=1e-5, atol=1e-5)

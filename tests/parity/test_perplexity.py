@@ -76,7 +76,7 @@ def full(stories_folder, documents):
 @shipped
 @pytest.mark.parametrize(
     ("weights", "bound"),
-    [("bf16", 0.002), ("int8", 0.01), ("int4", 0.25), ("int4-min", 0.25), ("int4-all", 0.3)],
+    [("bf16", 0.002), ("int8", 0.01), ("int4", 0.08), ("int4-all", 0.3)],
 )
 def test_narrow_weights_cost_little(stories_folder, documents, full, weights, bound):
     narrow = perplexity(engine_at(stories_folder, weights), documents[:40]).perplexity

@@ -335,3 +335,15 @@ def test_a_tokenizer_is_checked_once(cache: Path, tmp_path: Path, monkeypatch: p
     shutil.rmtree(cache)
     cache.write_text("")
     assert open_tokenizer(files).same_tokens(first)
+
+
+def test_weights_are_chosen_for_the_bytes_that_are_left(folder: Path) -> None:
+    """The smallest if none fit, to be read from storage; each number of bytes has a bundle of its own."""
+    made = []
+    for room in (lambda cfg: -5, lambda cfg: 1 << 30, None, None):
+        with open_model(folder, weights="auto", room=room) as bundle:
+            assert bundle.load_part("chosen_weights") is not None
+            made.append((bundle.layout.weights, bundle.path))
+    assert [weights for weights, _ in made[:2]] == ["int4-all", "int8"]
+    assert len({path for _, path in made}) == 3
+    assert made[2] == made[3]

@@ -28,11 +28,11 @@ from jaxllm.errors import CheckpointError, ConfigError, JaxllmError
 from jaxllm.files.atomic import atomic_folder
 from jaxllm.tasks import find_task
 from jaxllm.tasks.readers import story_example
+from jaxllm.text.builtin_texts import builtin_texts
 from jaxllm.training.data.documents import (
     PARQUET,
     Document,
     OnBad,
-    builtin_texts,
     chat_document,
     documents_digest,
     held_out_digests,

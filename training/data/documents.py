@@ -186,21 +186,6 @@ def read_texts(path: Path | str) -> Iterator[str]:
         raise ConfigError(f"cannot read the text file {path} as UTF-8: {error}") from error
 
 
-def builtin_texts() -> list[str]:
-    """Returns Python's own language reference, one text per topic; it needs no download.
-
-    It differs slightly between Python versions.
-
-    Raises:
-      ConfigError: this Python was installed without its documentation.
-    """
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise ConfigError("this Python has no pydoc_data to train on; give text files with --text") from error
-    return [text.strip() for _, text in sorted(topics.items()) if text.strip()]
-
-
 def held_out_digests(digests: Iterable[bytes], share: float) -> frozenset[bytes]:
     """Returns digests of the held-out documents: the smallest `share` of the distinct ones, rounded up.
 

@@ -193,7 +193,7 @@ def as_stored(
     """The tensors dequantized from their stored width, as an adapter will see them."""
     specs = param_specs(cfg)
     for name, value in tensors:
-        yield name, np.asarray(dequantize(stored_form(value, specs[name], weights), jnp.float32))  # pyright: ignore
+        yield name, np.asarray(dequantize(stored_form(name, value, specs[name], weights), jnp.float32))  # pyright: ignore
 
 
 def recover_levels(

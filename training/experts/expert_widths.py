@@ -38,6 +38,7 @@ from jaxllm.models.features import require_decoder_alone, require_feature
 from jaxllm.models.parameters import sparse_layers
 from jaxllm.prepare import prepare
 from jaxllm.quant import dequantize
+from jaxllm.text.builtin_texts import builtin_texts
 from jaxllm.training.calibration import (
     LEAST_TOKENS,
     MEASURES,
@@ -49,7 +50,6 @@ from jaxllm.training.calibration import (
 )
 from jaxllm.training.data.corpus import TokenizedDocuments, write_tokens
 from jaxllm.training.data.documents import (
-    builtin_texts,
     documents_digest,
     model_digest,
     read_texts,

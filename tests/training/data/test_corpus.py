@@ -16,6 +16,7 @@ from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.quant import quantize
 from jaxllm.tasks import readers
 from jaxllm.tasks.example import TaskExample
+from jaxllm.text.builtin_texts import builtin_texts
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 from jaxllm.training.data import corpus, documents
 from jaxllm.training.data.corpus import Corpus, TokenizedDocuments
@@ -256,7 +257,7 @@ def test_a_document_without_an_end_is_refused(tmp_path, monkeypatch, text):
         with pytest.raises(ConfigError, match=message):
             list(read_texts(path))
     # Builtin texts need no file.
-    assert sum(map(len, documents.builtin_texts())) > 200_000
+    assert sum(map(len, builtin_texts())) > 200_000
 
 
 @pytest.mark.parametrize("share", [0.001, 0.5, 0.999])

@@ -99,7 +99,7 @@ def test_levels_are_recovered_and_nothing_is_done_twice(model, data, tmp_path, m
         # The whole model is what it was, bit for bit, in another order.
         order, stored = read_order(bundle), bundle.load()
         for name, value in reorder(TINY, tiny_params().items(), order):
-            wanted = stored_form(value, param_specs(TINY)[name], "int8")
+            wanted = stored_form(name, value, param_specs(TINY)[name], "int8")
             for one, other in zip(jax.tree.leaves(stored[name]), jax.tree.leaves(wanted), strict=True):
                 np.testing.assert_array_equal(one, other, err_msg=name)
         moved = dequantize(stored["layers.0.ffn.up"], np.float32) - tiny_params()["layers.0.ffn.up"]
