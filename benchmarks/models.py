@@ -28,7 +28,7 @@ from benchmarks.permuted import permutable, permuted
 from jaxllm.bundle import Bundle, Part, WeightFormat, write_bundle
 from jaxllm.bundle.calibrations import prefill_parts, read_prefill
 from jaxllm.checkpoints import huggingface
-from jaxllm.checkpoints.gguf_file import is_checkpoint, is_gguf
+from jaxllm.checkpoints.gguf_file import is_checkpoint
 from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
 from jaxllm.config import ModelConfig, RopeConfig
@@ -92,11 +92,6 @@ class Checkpoint:
         Raises:
           JaxllmError: there is no such model, or its config is not supported.
         """
-        if is_gguf(path):
-            with open_model(path, progress=progress) as bundle:
-                folder = _floats(bundle, progress)
-                layout = bundle.layout
-                return cls(name=layout.name, model=folder, cfg=bundle.cfg, stored=None, usual=layout.weights)
         if path.is_dir():
             return cls(name=path.resolve().name, model=path, cfg=read_config(path), stored=None)
         if not path.exists():
@@ -111,11 +106,13 @@ class Checkpoint:
                     floats.fingerprint[:24],
                     write=lambda folder: _write(floats, folder, progress, permute=permutable(floats.cfg)),
                 )
-            return dataclasses.replace(cls.find(folder), name=path.stem, quantized=True)
+            with open_model(path, progress=progress) as own:
+                usual = own.layout.weights
+            return dataclasses.replace(cls.find(folder), name=path.stem, usual=usual, quantized=True)
         with Bundle.open(path) as bundle:
             stored = bundle.layout.weights
             quantized = stored not in ("f32", "bf16")
-            return cls(bundle.layout.name, path, bundle.cfg, stored, quantized)
+            return cls(bundle.layout.name, path, bundle.cfg, stored, quantized=quantized)
 
     def widths(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
         """The widths to measure: those asked for, else the model's own.

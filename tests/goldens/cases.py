@@ -511,7 +511,7 @@ CHAT = [
 @cases(
     {
         "smollm2-int8": ("int8", 0.0, ()),
-        "smollm2-int4_min": ("int4-min", 0.0, ()),
+        "smollm2-int4": ("int4", 0.0, ()),
         "smollm2-streamed": ("int8", 0.8, ()),
         "smollm2-level_50": ("int8", 0.0, (50,)),
     }
