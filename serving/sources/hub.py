@@ -292,7 +292,7 @@ def _fetch(
 def _digest(path: Path, file: _File) -> str:
     with open_regular(path) as opened:
         if file.large:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+            return hashlib.file_digest(opened, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
         digest = hashlib.sha1(f"blob {_size(path)}\0".encode(), usedforsecurity=False)
         digest.update(opened.read(file.size + 1))
         return digest.hexdigest()

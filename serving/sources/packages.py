@@ -116,7 +116,9 @@ def installed_models() -> list[PackagedModel]:
     return [model for package in sorted(found) for model in found[package]]
 
 
-def _model(package: str, found: importlib.metadata.Distribution | None, choice: Choice) -> PackagedModel:
+def _model(
+    package: str, found: importlib.metadata.Distribution | None, choice: Choice[Path]
+) -> PackagedModel:
     licence, terms = "", f"the description of {package}"
     if found is not None:
         facts = found.metadata

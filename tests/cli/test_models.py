@@ -73,10 +73,10 @@ def test_a_model_of_the_hub_is_opened_by_its_name_and_offline_afterwards(
 
 
 def test_a_killed_download_resumes_where_it_ended(run: Run, hub: FakeHub, home: Path, tmp_path: Path) -> None:
-    data = os.urandom(24 << 20)
+    data = os.urandom(16 << 20)
     hub.files["owner/big"] = {"big.gguf": data}
     wait = threading.Event()
-    hub.gate = lambda name, at: at < 21 << 20 or wait.wait(60)
+    hub.gate = lambda name, at: at < 13 << 20 or wait.wait(60)
     environment = {
         **os.environ,
         "HF_ENDPOINT": hub.endpoint,
