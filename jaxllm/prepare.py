@@ -123,7 +123,8 @@ def prepare(
       parts: additions to the model, by name.
       kit: kit that makes the model elastic: its units are put in order, and so quantized anew, at 8 bits if
         the checkpoint is quantized and `weights` is None.
-      progress: callback for ("prepare", parameters done, parameters in all).
+      progress: callback for ("prepare", parameters done, parameters in all), and for "auto" before that
+        ("measure", ...).
 
     Returns:
       The weights that were chosen for "auto", None for others.
@@ -220,7 +221,17 @@ def prepare(
     if form == AUTO:
         if apart:
             raise CheckpointError(f"experts have the widths of --expert-bits: name --weights, not {AUTO}")
-        plan, chosen = _chosen(source, cfg, tokenizer, parts, recipe)
+
+        def watched(form: WeightFormat | None) -> Iterator[tuple[str, Any]]:
+            done = 0
+            for param, value in source(form):
+                yield param, value
+                done += math.prod(value.shape)
+                # All are read side by side, the floats once.
+                if progress is not None and form == "f32" and param.startswith("layers."):
+                    progress("measure", done, total)
+
+        plan, chosen = _chosen(watched, cfg, tokenizer, parts, recipe)
         form = plan.weights
         parts["chosen_weights"] = Part(facts=dataclasses.asdict(chosen), arrays={})
     params = source(None if keeps else form)
