@@ -101,8 +101,7 @@ def prepare(
     name: str = "",
     ignore_keys: Collection[str] = (),
     expert_bits: int | np.ndarray = 0,
-    parts: Mapping[str, Part] | None = None,
-    kit: Kit | None = None,
+    parts: Mapping[str, Part] | Kit | None = None,
     progress: Progress | None = None,
 ) -> ChosenWeights | None:
     """Writes a model as the bundle `out`, one tensor in memory at a time; for a SmolVLM folder with a
@@ -120,9 +119,8 @@ def prepare(
       expert_bits: bit width of separately stored experts, one for all or `[L_sparse, E]` (see
         `write_bundle`), so that the model runs in less memory; 0 stores experts together, in the format
         `weights`.
-      parts: additions to the model, by name.
-      kit: kit that makes the model elastic: its units are put in order, and so quantized anew, at 8 bits if
-        the checkpoint is quantized and `weights` is None.
+      parts: additions to the model, by name; or a kit that makes it elastic: its units are put in order, and
+        so quantized anew, at 8 bits if the checkpoint is quantized and `weights` is None.
       progress: callback for ("prepare", parameters done, parameters in all), and for "auto" before that
         ("measure", ...).
 
@@ -141,7 +139,8 @@ def prepare(
         raise CheckpointError(f"{out} is a folder; name the bundle's file, such as {out / 'model.jaxllm'}")
     if out.resolve().parent == folder.resolve() and out.suffix in (".safetensors", ".json", ".jinja"):
         raise CheckpointError(f"{out} would replace a file of the model itself; name another file")
-    apart, parts = bool(np.any(expert_bits)), dict(parts or {})
+    kit = parts if isinstance(parts, Kit) else None
+    apart, parts = bool(np.any(expert_bits)), {} if isinstance(parts, Kit) else dict(parts or {})
     if folder.is_file() and not is_gguf(folder):
         with Bundle.open(folder) as bundle:
             own, cfg = bundle.layout.weights, bundle.cfg
