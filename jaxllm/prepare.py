@@ -101,8 +101,7 @@ def prepare(
     name: str = "",
     ignore_keys: Collection[str] = (),
     expert_bits: int | np.ndarray = 0,
-    parts: Mapping[str, Part] | None = None,
-    kit: Kit | None = None,
+    parts: Mapping[str, Part] | Kit | None = None,
     progress: Progress | None = None,
 ) -> ChosenWeights | None:
     """Writes a model as the bundle `out`, one tensor in memory at a time; for a SmolVLM folder with a
@@ -120,10 +119,10 @@ def prepare(
       expert_bits: bit width of separately stored experts, one for all or `[L_sparse, E]` (see
         `write_bundle`), so that the model runs in less memory; 0 stores experts together, in the format
         `weights`.
-      parts: additions to the model, by name.
-      kit: kit that makes the model elastic: its units are put in order, and so quantized anew, at 8 bits if
-        the checkpoint is quantized and `weights` is None.
-      progress: callback for ("prepare", parameters done, parameters in all).
+      parts: additions to the model, by name; or a kit that makes it elastic: its units are put in order, and
+        so quantized anew, at 8 bits if the checkpoint is quantized and `weights` is None.
+      progress: callback for ("prepare", parameters done, parameters in all), and for "auto" before that
+        ("measure", ...).
 
     Returns:
       The weights that were chosen for "auto", None for others.
@@ -140,7 +139,8 @@ def prepare(
         raise CheckpointError(f"{out} is a folder; name the bundle's file, such as {out / 'model.jaxllm'}")
     if out.resolve().parent == folder.resolve() and out.suffix in (".safetensors", ".json", ".jinja"):
         raise CheckpointError(f"{out} would replace a file of the model itself; name another file")
-    apart, parts = bool(np.any(expert_bits)), dict(parts or {})
+    kit = parts if isinstance(parts, Kit) else None
+    apart, parts = bool(np.any(expert_bits)), {} if isinstance(parts, Kit) else dict(parts or {})
     if folder.is_file() and not is_gguf(folder):
         with Bundle.open(folder) as bundle:
             own, cfg = bundle.layout.weights, bundle.cfg
@@ -220,7 +220,17 @@ def prepare(
     if form == AUTO:
         if apart:
             raise CheckpointError(f"experts have the widths of --expert-bits: name --weights, not {AUTO}")
-        plan, chosen = _chosen(source, cfg, tokenizer, parts, recipe)
+
+        def watched(form: WeightFormat | None) -> Iterator[tuple[str, Any]]:
+            done = 0
+            for param, value in source(form):
+                yield param, value
+                done += math.prod(value.shape)
+                # All are read side by side, the floats once.
+                if progress is not None and form == "f32" and param.startswith("layers."):
+                    progress("measure", done, total)
+
+        plan, chosen = _chosen(watched, cfg, tokenizer, parts, recipe)
         form = plan.weights
         parts["chosen_weights"] = Part(facts=dataclasses.asdict(chosen), arrays={})
     params = source(None if keeps else form)

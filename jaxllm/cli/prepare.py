@@ -100,7 +100,7 @@ def prepare_command(
             expert_bits=int(expert_bits or 0),
             name=name,
             ignore_keys=ignore_keys,
-            kit=kit,
+            parts=kit,
             progress=progress,
         )
     with Bundle.open(output) as bundle:

@@ -33,7 +33,7 @@ def kit(tmp_path):
 def test_a_kit_makes_a_checkpoint_elastic_as_its_training_did(kit, tmp_path):
     path, order, adapter = kit
     model = write_tiny_folder(tmp_path / "model")
-    prepare(model, tmp_path / "out.jaxllm", weights="f32", kit=read_kit(find_kit(path)))
+    prepare(model, tmp_path / "out.jaxllm", weights="f32", parts=read_kit(find_kit(path)))
     with Bundle.open(tmp_path / "out.jaxllm") as bundle:
         bundle.verify()
         assert read_ladder(bundle) == LADDER
@@ -56,7 +56,7 @@ def test_other_widths_fit_and_other_weights_do_not(kit, tmp_path):
         name: value + 0.1 * value.std() * draw.normal(size=value.shape).astype(np.float32)
         for name, value in tiny_params().items()
     }
-    prepare(write_tiny_folder(tmp_path / "near", params=near), out, kit=read_kit(path))
+    prepare(write_tiny_folder(tmp_path / "near", params=near), out, parts=read_kit(path))
     out.unlink()
     for what, params, message in (
         ("seed", tiny_params(seed=1), "other weights of this shape"),
@@ -64,10 +64,10 @@ def test_other_widths_fit_and_other_weights_do_not(kit, tmp_path):
     ):
         folder = write_tiny_folder(tmp_path / what, params=params)
         with pytest.raises(CheckpointError, match=message):
-            prepare(folder, out, kit=read_kit(path))
+            prepare(folder, out, parts=read_kit(path))
     wrong = dataclasses.replace(read_kit(path), cfg=dataclasses.replace(TINY, ffn_size=2 * TINY.ffn_size))
     with pytest.raises(CheckpointError, match="its ffn_size is"):
-        prepare(write_tiny_folder(tmp_path / "model"), out, kit=wrong)
+        prepare(write_tiny_folder(tmp_path / "model"), out, parts=wrong)
     assert not out.exists()
 
 

@@ -112,7 +112,7 @@ def test_levels_are_recovered_and_nothing_is_done_twice(model, data, tmp_path, m
         assert (keep.shape, level.shape, prompt.shape) == ((1, 5), (1, 2), (1, 3))
 
     # A kit of it makes the same of the same folder.
-    prepare(model, tmp_path / "again.jaxllm", weights="int8", kit=read_kit(tmp_path / "out.kit"))
+    prepare(model, tmp_path / "again.jaxllm", weights="int8", parts=read_kit(tmp_path / "out.kit"))
     with Bundle.open(path) as bundle, Bundle.open(tmp_path / "again.jaxllm") as again:
         for name, each in bundle.layout.segments.items():
             if not name.startswith("part."):
