@@ -17,6 +17,7 @@ from jaxllm.option_types import Share
 # That a run may be limited to: name -> what is measured, for the help text.
 PARTS = {
     "systems": "time per token of every system",
+    "drafters": "of them only ours, ours by lookup, and StdPL without drafts",
     "ablations": "time per token without each technique",
     "unguessable": "time per token of answers that no draft can guess",
     "same-answers": "share of answers that equal the target's own",

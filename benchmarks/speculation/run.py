@@ -83,12 +83,14 @@ def run(bench: Run[Plan]) -> list[Row]:
         bench = bench.changed(judged=False)
         if "systems" in bench.plan.parts:
             bench.tell("without BLD and STI, whose answers are judged by Rouge: pip install 'jaxllm[bench]'")
-    model = bench.path()
-    if bench.plan.enlarge:
-        model = enlarged_bundle(model, bench.plan.enlarge, bench.progress)
     draft = None if bench.plan.draft == "nested" else find_model(bench.plan.draft)
     rows: list[Row] = []
-    target = open_model(model)
+    # A folder or a GGUF file is prepared as the draft requires it.
+    weights = "int8-nested" if draft is None else None
+    model, target = bench.path(), open_model(bench.path(), weights=weights, progress=bench.progress)
+    if bench.plan.enlarge:
+        model = enlarged_bundle(target.path, bench.plan.enlarge, bench.progress)
+        target = open_model(model)
     # Small models have small windows.
     bench = bench.changed(context_tokens=min(bench.plan.context_tokens, target.cfg.window_tokens))
     plan, tokenizer = bench.plan, open_tokenizer(target.tokenizer_files())
@@ -127,8 +129,10 @@ def _budget_rows(target: Bundle, draft: Path | None, prompts: Prompts, bench: Ru
         narrow = rivals.narrow_bundles(target.path, bits, texts, bench.progress)
     asked = {
         "baselines": "systems" in plan.parts,
+        "drafters": "drafters" in plan.parts,
         "ablations": "ablations" in plan.parts,
         "presets": plan.presets,
+        "pipelined": draft is not None,
     }
     for device, share in itertools.product(named_devices(plan.devices), plan.shares):
         setting = rivals.Setting(
@@ -143,7 +147,12 @@ def _budget_rows(target: Bundle, draft: Path | None, prompts: Prompts, bench: Ru
         engines: dict[str, Engine] = {}
         try:
             for name, opened in rivals.systems(**asked).items():
-                engines[name] = opened(setting)
+                try:
+                    engines[name] = opened(setting)
+                except BudgetExceeded as error:
+                    if name == OURS:
+                        raise
+                    bench.tell(f"{case}, without {name}: {error}")
             rows += _answer_rows(engines, asked, setting, device, case, prompts, bench)
             # What answers say depends neither on storage nor on memory.
             if "same-answers" in plan.parts and not any(row.metric == "agreement" for row in rows):
@@ -155,7 +164,8 @@ def _budget_rows(target: Bundle, draft: Path | None, prompts: Prompts, bench: Ru
                 each.close()
     if not rows:
         raise ConfigError(
-            "no budget holds a draft and two layers; give a larger --budget, or --enlarge the model"
+            "no budget holds two layers and the small model that drafts; give a larger one, or --enlarge "
+            "the model"
         )
     return rows
 
@@ -177,7 +187,7 @@ def _answer_rows(
     """
     plan, rows, (tried, timed) = bench.plan, list[Row](), prompts
     config = GenerationConfig(max_tokens=plan.tokens)
-    if asked["baselines"] or asked["ablations"]:
+    if asked["baselines"] or asked["drafters"] or asked["ablations"]:
         how = {}
         # All have learned as much when time counts: the others answer what systems are tuned on, too.
         replies.ask(engines, tried, config, "Warming up", bench.progress)
@@ -186,9 +196,12 @@ def _answer_rows(
             missing = {rivals.BLD: setting.draft is None, rivals.STI: not setting.narrow}
             if missing.get(name, False) or (name in missing and not plan.judged):
                 continue
-            engines[name], how[name] = replies.tuned(
-                name, candidates, setting, truth, tried, config, bench.progress
-            )
+            try:
+                engines[name], how[name] = replies.tuned(
+                    name, candidates, setting, truth, tried, config, bench.progress
+                )
+            except BudgetExceeded as error:
+                bench.tell(f"{case}, without {name}: {error}")
         for each in engines.values():
             if each.speculation is not None:
                 each.speculation.counts = SpeculationCounts()

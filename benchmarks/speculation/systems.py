@@ -38,6 +38,7 @@ from benchmarks.speculation import PRESETS
 from jaxllm.bundle import Bundle, rewrite_bundle, write_bundle
 from jaxllm.bundle.layout import contracted_axis
 from jaxllm.config import FULL_LEVEL, ModelConfig
+from jaxllm.errors import BudgetExceeded
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.decoder import forward, logits
 from jaxllm.models.parameters import param_specs
@@ -101,6 +102,21 @@ def plain(setting: Setting, *, read_ahead: bool = True, narrow_bits: float = 0.0
     return Engine.open(model, options=_options(setting, model, read_ahead=read_ahead))
 
 
+def ours(setting: Setting) -> Engine:
+    """Our engine; where memory has no room for the target's high planes, it drafts by lookup."""
+    try:
+        return drafted(setting)
+    except BudgetExceeded:
+        if setting.draft is not None:
+            raise
+        return looked_up(setting)
+
+
+def looked_up(setting: Setting) -> Engine:
+    """Our engine with drafts of what the text has said before."""
+    return drafted(setting, drafter="ngram", model=None)
+
+
 def drafted(setting: Setting, *, published: bool = False, **speculation: Any) -> Engine:
     """An engine with a draft: ours, or as LLMCad has published it; with other options of speculation."""
     make = SpeculationOptions.published if published else SpeculationOptions
@@ -138,20 +154,29 @@ def big_little(setting: Setting, fallback: float, rollback: float) -> Engine:
 
 
 def systems(
-    *, baselines: bool = True, ablations: bool = True, presets: Sequence[str] = tuple(PRESETS)
+    *,
+    baselines: bool = True,
+    drafters: bool = True,
+    ablations: bool = True,
+    presets: Sequence[str] = tuple(PRESETS),
+    pipelined: bool = True,
 ) -> dict[str, Opener]:
     """What opens each system that is not tuned, by name, ours first.
 
     Args:
       baselines: whether those of LLMCad are among them.
+      drafters: whether ours by lookup alone and StdPL are among them.
       ablations: whether there are systems without each technique in turn.
       presets: of `PRESETS`. Ours is always there.
+      pipelined: whether the drafter drafts on while weights are read, which can be left out then.
     """
-    found: dict[str, Opener] = {OURS: drafted}
+    found: dict[str, Opener] = {OURS: ours}
     if "published" in presets and (baselines or ablations):
         found[PUBLISHED] = lambda s: drafted(s, published=True)
     if baselines:
         found |= {"Std": lambda s: plain(s, read_ahead=False), STDPL: plain}
+    if drafters:
+        found |= {STDPL: plain, f"{OURS}-ngram": looked_up}
     if not ablations:
         return found
     tree, as_published = TreeShape(), TreeShape.published()
@@ -165,20 +190,26 @@ def systems(
             f"{OURS}-fixed-threshold": lambda s: drafted(s, fallback="fixed"),
             f"{OURS}-no-calibration": lambda s: drafted(s, calibrated=False),
             f"{OURS}-no-lookup": lambda s: drafted(s, lookup=False),
-            f"{OURS}-ngram": lambda s: drafted(s, drafter="ngram", model=None),
+            f"{OURS}-ngram": looked_up,
         }
     if "published" in presets:
         found |= {
             f"{PUBLISHED}-no-tree": lambda s: drafted(s, published=True, trees=_line(as_published)),
             f"{PUBLISHED}-no-pipeline": lambda s: drafted(s, published=True, pipelined=False),
         }
-    return found
+    return {name: each for name, each in found.items() if pipelined or not name.endswith("-no-pipeline")}
 
 
 def tuned_systems(
-    *, baselines: bool = True, ablations: bool = True, presets: Sequence[str] = tuple(PRESETS)
+    *,
+    baselines: bool = True,
+    drafters: bool = True,
+    ablations: bool = True,
+    presets: Sequence[str] = tuple(PRESETS),
+    pipelined: bool = True,
 ) -> dict[str, dict[str, Opener]]:
     """What opens each system that is tuned, by name and by what is tried; arguments as of `systems`."""
+    del drafters, pipelined
     found: dict[str, dict[str, Opener]] = {}
     if baselines:
         found[SP] = {f"lines of {each}": partial(fixed_lines, length=each) for each in (2, 4, 7)}

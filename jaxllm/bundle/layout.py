@@ -360,7 +360,8 @@ def row_step(matrix: Tensor) -> int:
 
 
 def rows_at(matrix: Tensor, first: int, count: int) -> tuple[Extent, ...]:
-    """The extents of rows `[first, first + count)`: their data, and their scales if they are quantized.
+    """The extents of rows `[first, first + count)`: their data, their scales if they are quantized, and their
+    low plane if they are nested.
 
     Args:
       matrix: entry of a matrix contracted along its last axis.
@@ -373,9 +374,8 @@ def rows_at(matrix: Tensor, first: int, count: int) -> tuple[Extent, ...]:
     step = row_step(matrix)
     if first % step:
         raise ConfigError(f"rows of this matrix are stored by {step}, and {first} is no multiple of it")
-    extents = (matrix.data,) if matrix.scale is None else (matrix.data, matrix.scale)
     found = []
-    for each in extents:
+    for each in matrix.extents:
         # Scales without groups are one per row; other arrays lead with rows, or with panels if quantized.
         by_row = len(each.shape) == 1 or matrix.scale is None
         start, stop = (first, first + count) if by_row else (first // step, -(-(first + count) // step))
@@ -388,7 +388,9 @@ def rows_at(matrix: Tensor, first: int, count: int) -> tuple[Extent, ...]:
 
 def rows_alone(matrix: Tensor, extents: Sequence[Extent]) -> Tensor:
     """The entry of a matrix of only the rows at `extents` (see `rows_at`)."""
-    return dataclasses.replace(matrix, data=extents[0], scale=extents[1] if len(extents) > 1 else None)
+    data, scale, low = (*extents, None, None)[:3]
+    assert data is not None
+    return dataclasses.replace(matrix, data=data, scale=scale, low=low)
 
 
 class OpenedFile:

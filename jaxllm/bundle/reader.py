@@ -301,14 +301,15 @@ class Bundle:
     def release_part(self, name: str) -> None:
         """Releases the memory of a part's pages, if the system can. Views of them stay valid: pages that are
         used again are read from the file again."""
-        self._release(part_segment(name))
+        self.release_segment(part_segment(name))
 
     def release_weights(self) -> None:
         """Releases the memory of all weights' pages, like `release_part`; copies of weights stay."""
         for name in self._weight_segments():
-            self._release(name)
+            self.release_segment(name)
 
-    def _release(self, name: str) -> None:
+    def release_segment(self, name: str) -> None:
+        """`release_part` of a segment by its name."""
         segment = self.layout.segments.get(name)
         if self._data is None or segment is None or not hasattr(mmap, "MADV_DONTNEED"):
             return

@@ -6,7 +6,9 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,6 +49,7 @@ from jaxllm.version import __version__
 
 # A parameter as stored.
 Stored = np.ndarray | BlockedArray
+_COPY_BYTES = 4 << 20
 _FLOAT_BITS = {"float32": 32, "float16": 32, "bfloat16": 16}
 
 
@@ -73,8 +76,7 @@ def stored_form(
     floats, wide = {"f32": 32, "bf16": 16}, ("int8", "int8-nested")
     narrow = 8 if weights in wide or (weights != "int4-all" and spec.role == "embed") else 4
     bits = 32 if spec.role == "vector" else width or floats.get(weights, narrow)
-    # Embedding and head stay int8: drafts by 4-bit ones are much worse.
-    if weights == "int8-nested" and bits == 8 and spec.role != "embed":
+    if weights == "int8-nested" and bits == 8:
         return nested_blocks(np.asarray(value, np.float32), contracted_axis(spec))
     if bits in (16, 32):
         stored = np.asarray(value).astype(np.float32 if bits == 32 else ml_dtypes.bfloat16, copy=False)
@@ -328,8 +330,8 @@ def _written(path: str | os.PathLike[str]) -> "Iterator[_Writer]":
     """A writer of a file that appears at `path` only if the block ends without an error."""
     path = Path(path)
     try:
-        with atomic_file(path) as file:
-            yield _Writer(file)
+        with atomic_file(path) as file, tempfile.TemporaryFile(dir=path.parent) as planes:
+            yield _Writer(file, planes)
     except OSError as error:
         raise BundleError(
             f"{path}: cannot be written ({error.strerror}); check the folder and the free space"
@@ -339,14 +341,17 @@ def _written(path: str | os.PathLike[str]) -> "Iterator[_Writer]":
 class _Writer:
     """Writes segments and tensors into an open file, and records their manifest entries."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, planes: BinaryIO) -> None:
+        """`planes` is an empty file for a segment's low planes."""
         self._file = file
         self._segments: list[Segment] = []
         self._tensors: dict[str, Any] = {}
         self._parts: dict[str, Any] = {}
         self._name: str | None = None
-        # Low planes of the current segment, which follow it in one of their own.
-        self._low: dict[str, np.ndarray] = {}
+        # Low planes of the current segment, which follow it in one of their own: their arrays, and their
+        # bytes one after another. On disk, because those of a vocabulary are half of it.
+        self._low: dict[str, dict[str, Any]] = {}
+        self._planes = planes
         self._start = 0
         self._hash = xxhash.xxh3_128()
         self._position = 0
@@ -370,6 +375,8 @@ class _Writer:
             rows += len(data)
             if isinstance(part, BlockedArray):
                 scales.append(np.asarray(part.scale))
+                if part.low is not None:
+                    self._put_low(name, np.asarray(part.low))
         assert first is not None
         data = np.asarray(first.data if isinstance(first, BlockedArray) else first)
         extent = {"offset": offset, "dtype": data.dtype.name, "shape": [rows, *data.shape[1:]]}
@@ -377,8 +384,6 @@ class _Writer:
         if isinstance(first, BlockedArray):
             entry["scale"] = self._extent(scales[0] if len(scales) == 1 else np.concatenate(scales))
             entry |= {"bits": first.bits, "group": first.group, "axis": first.axis}
-            if first.low is not None:
-                self._low[name] = np.asarray(first.low)
         self._tensors[name] = entry
 
     def part(self, name: str, part: Part) -> None:
@@ -429,16 +434,31 @@ class _Writer:
         self._put(_bytes_of(array))
         return {"offset": offset, "dtype": array.dtype.name, "shape": list(array.shape)}
 
+    def _put_low(self, name: str, part: np.ndarray) -> None:
+        """Adds rows to the low plane of a parameter, the segment's last one."""
+        plane = self._low.setdefault(name, {"dtype": part.dtype.name, "shape": [0, *part.shape[1:]]})
+        plane["shape"][0] += len(part)
+        self._planes.write(_bytes_of(part))
+
     def _close(self) -> None:
         if self._name is None:
             return
         size = self._position - self._start
         self._segments.append(Segment(self._name, self._start, size, self._hash.hexdigest()))
         if self._low:
-            planes, self._low = self._low, {}
+            low, self._low = self._low, {}
             self._segment(low_segment(self._name))
-            for name, plane in planes.items():
-                self._tensors[name]["low"] = self._extent(plane)
+            self._planes.seek(0)
+            for name, plane in low.items():
+                self._pad(ALIGN)
+                self._tensors[name]["low"] = {"offset": self._position, **plane}
+                left = math.prod(plane["shape"]) * DTYPES[plane["dtype"]].itemsize
+                while left:
+                    data = self._planes.read(min(left, _COPY_BYTES))
+                    self._put(data)
+                    left -= len(data)
+            self._planes.seek(0)
+            self._planes.truncate()
             self._close()
             self._name = None
 

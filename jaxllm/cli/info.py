@@ -211,7 +211,7 @@ def _memory(cfg: "ModelConfig", width: WeightFormat) -> dict[str, int]:
     from jaxllm.models.parameters import param_specs
     from jaxllm.serving.ground.options import EngineOptions
     from jaxllm.serving.weights.memory_plan import SLOTS, fixed_bytes, outputs_bytes, whole_budget
-    from jaxllm.serving.weights.streamed import kept_rows_bytes
+    from jaxllm.serving.weights.resident_part import kept_rows_bytes
 
     sizes = {name: _bytes(spec, width) for name, spec in param_specs(cfg).items()}
     weights, quantized = sum(sizes.values()), width not in _FLOAT_BYTES

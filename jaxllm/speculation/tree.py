@@ -362,26 +362,18 @@ def choices(tree: TokenTree, logits: jax.Array, sampler: SamplerState) -> jax.Ar
       sampler: state of the sequence up to the root, batch 1.
     """
 
-    def counted() -> jax.Array:
-        """Count of each token in the answer after each node, `[M, V]` int32."""
-        said = tree.ancestors.at[:, 0].set(False).astype(jnp.float32)
-        of_token = jax.nn.one_hot(tree.tokens, logits.shape[-1], dtype=jnp.float32)
-        return sampler.counts + (said @ of_token).astype(jnp.int32)
-
     def by_sampler(logits: jax.Array) -> jax.Array:
-        # Without penalties counts are not read.
-        counts = jax.lax.cond(
-            sampler.penalized, counted, lambda: jnp.broadcast_to(sampler.counts, logits.shape)
-        )
-
-        def at_node(node: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-            row, counts, depth = node
-            state = dataclasses.replace(sampler, counts=counts[None], drawn=sampler.drawn + depth)
-            return sample(row[None], state)[0][0]
+        def at_node(node: jax.Array) -> jax.Array:
+            # Tokens of the answer after the node; the root is counted already. Without penalties counts are
+            # not read.
+            said = tree.ancestors[node].at[0].set(False).astype(jnp.int32)
+            counts = sampler.counts.at[0, tree.tokens].add(said)
+            state = dataclasses.replace(sampler, counts=counts, drawn=sampler.drawn + tree.depths[node])
+            return sample(logits[node][None], state)[0][0]
 
         # A loop, not `vmap`: the sampler branches on a request's options, and `vmap` would compute all
-        # branches.
-        return jax.lax.map(at_node, (logits, counts, tree.depths))
+        # branches. One node at a time, because a tree's rows of a large vocabulary are many bytes.
+        return jax.lax.map(at_node, jnp.arange(tree.room, dtype=jnp.int32))
 
     plain = (sampler.temperature <= 0) & ~sampler.penalized
     return jax.lax.cond(plain, likeliest, by_sampler, logits)

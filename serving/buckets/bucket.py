@@ -350,11 +350,17 @@ def some_rows(weight: Weight, rows: int) -> Any:
     shape = (rows, weight.shape[-1])
     if isinstance(weight, BlockedArray):
         parts = blocked_shapes(
-            shape, bits=weight.bits, group=weight.group, axis=weight.axis, minima=weight.minima
+            shape,
+            bits=weight.bits,
+            group=weight.group,
+            axis=weight.axis,
+            nested=weight.nested,
+            minima=weight.minima,
         )
         data, scale = (
             jax.ShapeDtypeStruct(part, leaf.dtype)
             for part, leaf in zip(parts, (weight.data, weight.scale), strict=True)
         )
-        return dataclasses.replace(weight, data=data, scale=scale, shape=shape)  # pyright: ignore
+        low = None if weight.low is None else data
+        return dataclasses.replace(weight, data=data, scale=scale, shape=shape, low=low)  # pyright: ignore
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype), weight)

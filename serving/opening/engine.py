@@ -22,6 +22,8 @@ _log = logging.getLogger("jaxllm")
 
 # Smaller resident weights are read from the processor's caches, where half of the bytes saves nothing.
 _LEAST_DRAFTING_BYTES = 48 * 2**20
+# Number of sizes of trees that a drafter gets which is opened for lack of memory: logits of trees need much.
+_LOOKED_UP_SIZES = 2
 
 
 class Engine(AnyEngine[AnyModel]):
@@ -67,14 +69,22 @@ class Engine(AnyEngine[AnyModel]):
         optional = speculation is not None and speculation.optional
         if optional and not drafts_by_itself(bundle, level, options):
             speculation = None
-        try:
-            loaded = _loaded(bundle, options, adapter, level, speculation, progress)
-        except BudgetExceeded:
-            if not optional or speculation is None:
-                raise
-            _log.info("%s does not draft: the memory has no room for its high planes", bundle.path)
-            speculation = None
-            loaded = _loaded(bundle, options, adapter, level, None, progress)
+        tries = [speculation]
+        if optional and speculation is not None:
+            # Looking tokens up takes little memory.
+            trees = dataclasses.replace(speculation.trees, nodes=speculation.trees.nodes[:_LOOKED_UP_SIZES])
+            tries += [dataclasses.replace(speculation, drafter="ngram", trees=trees), None]
+        while True:
+            try:
+                speculation = tries.pop(0)
+                loaded = _loaded(bundle, options, adapter, level, speculation, progress)
+                break
+            except BudgetExceeded as error:
+                if not tries:
+                    raise
+                _log.info(
+                    "%s does not draft by its high planes, but by lookup if at all: %s", bundle.path, error
+                )
         try:
             drafts = None
             if speculation is not None:

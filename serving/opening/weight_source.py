@@ -85,7 +85,8 @@ def streamed_weights(
         give_back_large_blocks()
     # Imported here: a start of a model that fits should not wait for it.
     from jaxllm.serving.experts.weights import ExpertWeights
-    from jaxllm.serving.weights.streamed import HighPlanes, LevelMemory, StreamedWeights
+    from jaxllm.serving.weights.resident_part import HighPlanes, LevelMemory
+    from jaxllm.serving.weights.streamed import StreamedWeights
 
     parts = f"a context of {options.context_tokens} tokens, activations, "
     parts += "the draft and the runtime" if reserved_bytes else "and the runtime"
@@ -99,15 +100,17 @@ def streamed_weights(
             progress=progress,
         )
     part = None if level is None else LevelMemory(bundle, level)
-    return StreamedWeights(
+    streamed = StreamedWeights(
         bundle,
         budget,
         storage=options.storage,
         read_ahead=options.read_ahead,
-        part=HighPlanes(bundle) if high_planes else part,
+        part=HighPlanes(bundle, options.memory_bytes - fixed) if high_planes else part,
         levels=[require_level(bundle, each) for each in options.levels if each != FULL_LEVEL],
         progress=progress,
     )
+    _log.info("%s in a memory of %s: %s", bundle.path, f"{options.memory_bytes:,}", streamed.plan_text())
+    return streamed
 
 
 def budget_with_experts(bundle: Bundle, options: EngineOptions, expert_bytes: int) -> int:

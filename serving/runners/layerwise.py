@@ -314,13 +314,18 @@ class LayerwiseRunner(LevelRunner):
 
     def _logits(self, x: jax.Array, rows: np.ndarray, meanwhile: Meanwhile | None = None) -> np.ndarray:
         """Logits `[N, V]` float32 after the N tokens `rows` of the last layer's output."""
-        found, head, name = [], self.head, head_name(self.cfg)
+        head, name, whole = self.head, head_name(self.cfg), len(self.head.head) == 1
+        # Allocated once: those of a tree and a large vocabulary are many bytes.
+        found = np.empty((0 if whole else len(rows), self.cfg.vocab_size), np.float32)
         hidden = self.buckets.get(NormBucket(tokens=x.shape[1], rows=len(rows)))(self._norm, x, rows)
         for number, piece in enumerate(head.head):
             compiled = self.buckets.get(HeadBucket(rows=len(rows), vocab_tokens=piece.count))
             with head.head_rows(number, meanwhile) as weight:
-                found.append(np.asarray(compiled({name: weight, **self._head_biases[number]}, hidden)))
-        return np.concatenate(found, axis=1) if len(found) > 1 else found[0]
+                part = np.asarray(compiled({name: weight, **self._head_biases[number]}, hidden))
+            if whole:
+                return part
+            found[:, piece.first : piece.first + piece.count] = part
+        return found
 
 
 class StreamedRunner(LayerwiseRunner):

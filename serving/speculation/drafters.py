@@ -36,6 +36,8 @@ from jaxllm.serving.weights.model_level import ModelLevel, require_nested
 from jaxllm.serving.weights.streamed import StreamedWeights
 from jaxllm.speculation.token_tree import Growing, TokenTree, on_host, root_alone
 
+# Maps a level's parameters to those that draft.
+WeightsOf = Callable[[Params], Params]
 # While the target waits for weights, drafting never ends for lack of confidence: the device would be idle.
 _ANY_CONFIDENCE = 1e-30
 # If there is no room, keep the most confident nodes, up to this share of the room.
@@ -56,7 +58,6 @@ class ModelDrafter(Drafter):
         *,
         own: Bundle | None = None,
         greedy_temperature: float = 1.0,
-        continues: bool = False,
     ) -> None:
         """Makes the drafter.
 
@@ -65,15 +66,13 @@ class ModelDrafter(Drafter):
           options: options of speculation.
           own: provider of the model's weights; None for weights of the target.
           greedy_temperature: see `jaxllm.serving.speculation.grower.Confidence`.
-          continues: whether it continues from the target's keys and values, if its weights are the target's
-            at fewer bits, instead of feeding the tokens itself.
         """
         self._runner, self._shape = runner, options.trees
         self._confidence = Confidence(greedy_temperature, calibrated=options.calibrated)
         self._grower = Grower(runner, options.trees, self._confidence)
         self.times = self._grower.times
         # A drafter of the target's weights has the source as the target has it.
-        self._continues, self._encodes = continues, own is not None
+        self._encodes = own is not None
         self._own = own if own is not None and own.read_in_place else None
         self._weight_bytes = 0 if self._own is None else self._own.weight_bytes
         self.most_bytes = self._weight_bytes + cache_bytes(runner.cfg, runner.options)
@@ -205,12 +204,6 @@ class ModelDrafter(Drafter):
             return
         self._tree = None
         cache, self._cache = self._cache, None
-        if self._continues and target is not None and target.coded is None and target.states is None:
-            # Release the old cache first: an empty one has no committed memory yet.
-            cache = None
-            empty = self._with_source(self._runner.start(room), target)
-            self._cache, self._cached = with_rows(empty, target, len(sequence)), list(sequence)
-            return
         if cache is None:
             cache, common = self._with_source(self._runner.start(room), target), 0
         cache = self._runner.make_room(cache, room)
@@ -231,37 +224,6 @@ class ModelDrafter(Drafter):
 
     def _forget(self) -> None:
         self._cached, self._cache, self._tree = [], None, None
-
-
-def with_rows(cache: KVCache, other: KVCache, tokens: int) -> KVCache:
-    """A cache with the keys and values of the first tokens of another one, of the same model.
-
-    Args:
-      cache: cache to overwrite.
-      other: source cache, with its layers in stacks or separate like those of `cache`, of any capacity.
-      tokens: number of tokens; both caches have room for them.
-    """
-
-    def filled(empty: tuple[jax.Array, ...], rows: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        stacks = [np.zeros(each.shape, each.dtype) for each in empty]
-        for own, others in zip(_by_layer(cache, stacks), _by_layer(other, rows), strict=True):
-            own[..., :tokens, :] = others[..., :tokens, :]
-        return tuple(map(jax.device_put, stacks))
-
-    return dataclasses.replace(
-        cache,
-        keys=filled(cache.keys, other.keys),
-        values=filled(cache.values, other.values),
-        length=np.int32(tokens),  # pyright: ignore[reportArgumentType]
-    )
-
-
-def _by_layer(cache: KVCache, rows: Sequence[Nodes]) -> list[np.ndarray]:
-    """The keys or the values `[B, K, S, H]` of each layer, without a copy on a CPU."""
-    stacks = [np.asarray(each) for each in rows]
-    if cache.places is None:
-        return stacks
-    return [stacks[stack][slot] for stack, slot in cache.places]
 
 
 def model_drafter(
@@ -305,22 +267,15 @@ def level_drafter(
             f"level {options.level} cannot draft while weights are read: that requires int8 or int4 weights "
             "and native kernels; draft with a model of its own, or with ngram"
         )
-    return ModelDrafter(_streamed_runner(target, options.level, streamed), options)
-
-
-def _streamed_runner(target: Target, level: int, streamed: StreamedWeights) -> ResidentRunner:
-    """A runner of a level with the weights that stay resident while the target's are streamed."""
-    staying = streamed.part_weights()
-    return _drafting_runner(
-        target.runner(level),
-        target.runner(FULL_LEVEL),
-        lambda own: with_weights(own, staying),
-        target.options,
+    level, staying = target.runner(options.level), streamed.part_weights()
+    runner = _drafting_runner(
+        level, target.runner(FULL_LEVEL), lambda own: with_weights(own, staying), target.options
     )
+    return ModelDrafter(runner, options)
 
 
 def _drafting_runner(
-    part: LevelRunner, whole: LevelRunner, weights_of: Callable[[Params], Params], options: EngineOptions
+    part: LevelRunner, whole: LevelRunner, weights_of: WeightsOf, options: EngineOptions
 ) -> ResidentRunner:
     """A runner of a level with its own buckets and drafting weights, to which `weights_of` maps a level's; it
     supports no sources. `part` is the runner of the level, `whole` that of the whole model."""
@@ -341,31 +296,33 @@ def nested_drafter(
 ) -> "NestedDrafter | ModelDrafter":
     """Makes a drafter with the high planes of the target's weights, or of one of its levels.
 
-    If low planes are streamed, it has its own cache, and drafts on while they are read. It also has one if a
-    level's caches have other shapes than the model's, like those of mixtures.
+    It has a cache of its own if a level's caches have other shapes than the model's, like those of mixtures.
 
     Raises:
       ConfigError: the target's weights are not nested, or it does not serve the level.
     """
     require_feature(target.bundle.cfg, "drafter")
     require_nested(target.bundle)
-    drafting, streamed = options.level or FULL_LEVEL, target.streamed
+    streamed = target.streamed
     if target.options.attend_quantized_kv:
         raise ConfigError(
             "the drafter 'nested' does not attend to stored chunks: leave out attend_quantized_kv"
         )
-    if streamed is None:
-        source, whole = target.resident_runner(drafting), target.resident_runner(FULL_LEVEL)
-        if source.model.bucket_level == FULL_LEVEL:
-            return NestedDrafter(source, whole, options)
-        runner = _drafting_runner(source, whole, high_planes, _drafting_options(source, options))
-        return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE)
-    if not isinstance(streamed, StreamedWeights):
+    if streamed is not None and not isinstance(streamed, StreamedWeights):
         raise ConfigError(
             "the high planes of experts that are stored separately cannot draft; draft with a model"
         )
-    runner, whole = _streamed_runner(target, drafting, streamed), drafting == FULL_LEVEL
-    return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE, continues=whole)
+    # Of streamed weights also the head's low plane, if there is memory for it.
+    staying = {} if streamed is None else streamed.part_weights()
+
+    def weights_of(own: Params) -> Params:
+        return with_weights(high_planes(own), staying)
+
+    source, whole = target.runner(options.level or FULL_LEVEL), target.runner(FULL_LEVEL)
+    if source.model.bucket_level == FULL_LEVEL:
+        return NestedDrafter(source, whole, options, weights_of)
+    runner = _drafting_runner(source, whole, weights_of, _drafting_options(source, options))
+    return ModelDrafter(runner, options, greedy_temperature=_GREEDY_TEMPERATURE)
 
 
 def high_planes_runner(target: Target) -> ResidentRunner:
@@ -382,16 +339,26 @@ def high_planes_runner(target: Target) -> ResidentRunner:
 class NestedDrafter(Drafter):
     """Grows trees with the high planes of the weights of a level, in the target's cache (see `Drafter`).
 
-    Drafting reads half of the target's bytes. A target in memory never waits, so no tree grows by steps. The
-    drafter writes the rows of its tree after the sequence in the target's cache, where verification then
-    overwrites them: so all rows before a tree are the target's, and no prompt is read twice.
+    Drafting reads half of the target's bytes. The drafter writes the rows of its tree after the sequence in
+    the target's cache, where verification then overwrites them: so all rows before a tree are the target's,
+    no prompt is read twice, and no memory is needed for another cache. For the same reason no tree grows
+    while a streamed target is verified: that gains less than as many bytes of low planes in memory do.
     """
 
-    def __init__(self, source: ResidentRunner, whole: ResidentRunner, options: SpeculationOptions) -> None:
-        """`source` is the runner of the level whose high planes draft, `whole` that of the whole model."""
-        self._shape = options.trees
+    def __init__(
+        self, source: LevelRunner, whole: LevelRunner, options: SpeculationOptions, weights_of: WeightsOf
+    ) -> None:
+        """Makes the drafter.
+
+        Args:
+          source: runner of the level whose high planes draft.
+          whole: runner of the whole model.
+          options: options of speculation.
+          weights_of: maps the level's parameters to those that draft.
+        """
+        self._shape, self._weights_of = options.trees, weights_of
         self._source, self._version = source, source.weights_version
-        self._runner = _drafting_runner(source, whole, high_planes, _drafting_options(source, options))
+        self._runner = _drafting_runner(source, whole, weights_of, _drafting_options(source, options))
         self._confidence = Confidence(_GREEDY_TEMPERATURE, calibrated=options.calibrated)
         self._grower = Grower(self._runner, options.trees, self._confidence)
         self.times = self._grower.times
@@ -408,7 +375,7 @@ class NestedDrafter(Drafter):
         if self._version != self._source.weights_version:
             # The target's weights have changed, for example by an adapter.
             model = self._runner.model
-            model.put(model.prepared(high_planes(self._source.model.weights)))
+            model.put(model.prepared(self._weights_of(self._source.model.weights)))
             self._version = self._source.weights_version
         self._confidence.use(growing.temperature)
         self._tree = root_alone(root, self._shape.room)
@@ -428,7 +395,7 @@ class NestedDrafter(Drafter):
         self._confidence.learn(self._tree, path, token)
 
 
-def _drafting_options(source: ResidentRunner, options: SpeculationOptions) -> EngineOptions:
+def _drafting_options(source: LevelRunner, options: SpeculationOptions) -> EngineOptions:
     # Attention mass is counted for the target, not for drafts.
     return dataclasses.replace(source.options, trees=options.trees, kv_codec="")
 

@@ -140,6 +140,11 @@ def least_budget(budget_bytes: int, missing_bytes: int) -> int:
 
 
 _FLOAT_BYTES = 4
+# Rows of a vocabulary for each tip that drafts: logits, probabilities, and their order.
+_DRAFT_LOGITS = 3
+# Rows of a vocabulary besides the logits of a tree's nodes, one of which is sampled at a time: counts,
+# probabilities, their order, random numbers.
+_SETTLED_LOGITS = 7
 # Copies of the scores of the encoder's pairs of tokens, for a block of queries: the additive terms, before
 # and after the softmax, and packed for products.
 _SCORE_COPIES = 5
@@ -163,7 +168,11 @@ def drafter_bytes(speculation: SpeculationOptions, context_tokens: int, target: 
     """
     if speculation.drafter in ("level", "nested"):
         options = draft_options(target, speculation, context_tokens).resolve(target, quantized=True)
-        return fixed_bytes(target, options, drafts=True)
+        if speculation.drafter == "level" or (speculation.level and target.experts):
+            return fixed_bytes(target, options, drafts=True)
+        # It drafts in the target's cache, some tips at a time.
+        rows = _layer_rows(target) + _DRAFT_LOGITS * target.vocab_size
+        return speculation.trees.tips * rows * _FLOAT_BYTES
     if speculation.model is None:
         return 0
     with open_model(speculation.model) as bundle:
@@ -254,9 +263,10 @@ def activation_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool =
     hidden = options.context_tokens * cfg.hidden_size * width
     computed = options.chunk_tokens[-1] * _layer_rows(cfg) * _FLOAT_BYTES
     trees, rows_of_logits = options.trees, 2
-    if trees is not None:
-        # Logits of all nodes, their probabilities, and their order.
-        rows_of_logits = 3 * (trees.tips if drafts else trees.nodes[-1])
+    if trees is not None and drafts:
+        rows_of_logits = _DRAFT_LOGITS * trees.tips
+    elif trees is not None:
+        rows_of_logits = trees.nodes[-1] + _SETTLED_LOGITS
     logits = rows_of_logits * cfg.vocab_size * _FLOAT_BYTES
     visits = _visits_bytes(cfg, options.chunk_tokens[-1])
     return 2 * hidden + computed + visits + logits

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from jaxllm.bundle.layout import PAGE, Extent, Layout, Tensor, low_segment, rows_at
 from jaxllm.config import ModelConfig
 from jaxllm.models.layer_stack import within_layer
@@ -73,18 +75,25 @@ class LayerPiece(Piece):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadPiece(Piece):
-    """Rows `[first, first + count)` of the head; all of them are read.
+    """Rows `[first, first + count)` of the head.
 
     Attributes:
       first: token id of the first row.
       count: number of rows.
-      extents: extents of the rows' data, and of their scales if they are quantized, in the file; `ranges` has
-        one for each.
+      extents: the arrays of the rows that are read, in the file; `ranges` has one for each.
     """
 
     first: int
     count: int
     extents: tuple[Extent, ...]
+
+    def array(self, extent: Extent, memory: np.ndarray) -> np.ndarray | None:
+        """A view of rows of one of its arrays in the piece's memory; None if they are not in it."""
+        for own, each in zip(self.extents, self.ranges, strict=True):
+            at = extent.offset - own.offset
+            if at >= 0 and at + extent.size_bytes <= own.size_bytes:
+                return extent.array(memory[each.place + at :][: extent.size_bytes])
+        return None
 
 
 def without_reads(piece: Piece) -> Piece:
@@ -202,21 +211,37 @@ def beside_level(pieces: Sequence[LayerPiece], level: Sequence[LayerPiece]) -> l
     return found
 
 
-def head_pieces(layout: Layout, *, most_bytes: int) -> list[HeadPiece]:
+def head_pieces(layout: Layout, *, most_bytes: int, low: bool = False) -> list[HeadPiece]:
     """The head in equal pieces, except for the last, of at most `most_bytes` unless a single step of rows is
-    longer."""
+    longer.
+
+    Args:
+      layout: layout of the bundle.
+      most_bytes: see above.
+      low: whether to read only the low plane, beside a resident high one.
+    """
     head = layout.tensors[head_name(layout.cfg)]
     rows = layout.cfg.vocab_size
-    row_bytes = head.size_bytes / rows
+    row_bytes = (head.size_bytes if head.low is None or not low else head.low.size_bytes) / rows
     steps = max(1, int(most_bytes / row_bytes) // _ROW_STEP)
     pieces = -(-rows // (steps * _ROW_STEP))
     # Equal pieces share a bucket and fit their slots exactly.
     count = -(-rows // pieces // _ROW_STEP) * _ROW_STEP if pieces > 1 else rows
-    return [_head_piece(head, first, min(count, rows - first)) for first in range(0, rows, count)]
+    skipped = 2 if low else 0
+    return [
+        _head_piece(first, min(count, rows - first), rows_at(head, first, min(count, rows - first))[skipped:])
+        for first in range(0, rows, count)
+    ]
 
 
-def _head_piece(head: Tensor, first: int, count: int) -> HeadPiece:
-    extents, ranges, place = rows_at(head, first, count), [], 0
+def resident_head(layout: Layout, *, high: bool) -> HeadPiece:
+    """The whole head, or only its `high` plane if it is nested, to be resident."""
+    extents = layout.tensors[head_name(layout.cfg)].extents
+    return _head_piece(0, layout.cfg.vocab_size, extents[:2] if high else extents)
+
+
+def _head_piece(first: int, count: int, extents: tuple[Extent, ...]) -> HeadPiece:
+    ranges, place = [], 0
     for each in extents:
         start = each.offset % PAGE
         ranges.append(Range(offset=each.offset, size_bytes=each.size_bytes, place=place + start))

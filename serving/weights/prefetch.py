@@ -46,10 +46,10 @@ class FirstRead:
         # Offsets in the file, and the memory to which the bytes from there on are copied.
         self._kept: list[tuple[int, np.ndarray]] = []
         self._again: set[tuple[int, int]] = set()
-        # Checksums of the parts that will be read again, by offset and size; for the one segment that is read
-        # by pages, one uint64 per page: an embedding has hundreds of thousands.
+        # Checksums of the parts that will be read again, by offset and size; for segments that are read by
+        # pages, one uint64 per page: an embedding has hundreds of thousands.
         self._blocks: dict[tuple[int, int], int] = {}
-        self._paged, self._pages = "", np.empty(0, np.uint64)
+        self._pages: dict[str, np.ndarray] = {}
 
     def keep(self, ranges: Sequence[Range], memory: np.ndarray) -> None:
         """Plans to copy ranges to their destinations in `memory`."""
@@ -61,9 +61,9 @@ class FirstRead:
         self._again |= {(offset, size) for offset, _, size in read_blocks(ranges)}
 
     def watch_pages(self, segment: str) -> None:
-        """Plans checksums of one segment, one per page."""
+        """Plans checksums of a segment, one per page."""
         size = self._bundle.layout.segments[segment].size_bytes
-        self._paged, self._pages = segment, np.empty(-(-size // PAGE), np.uint64)
+        self._pages[segment] = np.empty(-(-size // PAGE), np.uint64)
 
     def run(self, on_bytes: Callable[[int], None]) -> None:
         """Runs the pass; calls `on_bytes` with the number of bytes of each part.
@@ -86,9 +86,9 @@ class FirstRead:
         """Whether `data`, uint8, read at `offset`, equals the first read."""
         return xxhash.xxh3_64_intdigest(data.data) == self._blocks[offset, len(data)]
 
-    def same_pages(self, offset: int, data: np.ndarray) -> bool:
-        """Whether whole pages, or the last ones, of the segment of `watch_pages` equal the first read."""
-        return np.array_equal(self._pages_of(offset, len(data)), _page_digests(data))
+    def same_pages(self, segment: str, offset: int, data: np.ndarray) -> bool:
+        """Whether whole pages, or the last ones, of a segment of `watch_pages` equal the first read."""
+        return np.array_equal(self._pages_of(segment, offset, len(data)), _page_digests(data))
 
     def changed(self, offset: int, size: int) -> BundleError:
         """The error of bytes that differ from the first read, even after another read."""
@@ -112,8 +112,8 @@ class FirstRead:
         for at in range(segment.offset, end, _READ_BYTES):
             data = self._reader.read(at, min(_READ_BYTES, end - at))
             digest.update(data.data)
-            if name == self._paged:
-                self._pages_of(at, len(data))[:] = _page_digests(data)
+            if name in self._pages:
+                self._pages_of(name, at, len(data))[:] = _page_digests(data)
             for offset, memory in kept:
                 begin, last = max(offset, at), min(offset + len(memory), at + len(data))
                 if begin < last:
@@ -130,9 +130,9 @@ class FirstRead:
             on_bytes(len(data))
         return digest
 
-    def _pages_of(self, offset: int, size: int) -> np.ndarray:
-        first = (offset - self._bundle.layout.segments[self._paged].offset) // PAGE
-        return self._pages[first : first - (-size // PAGE)]
+    def _pages_of(self, segment: str, offset: int, size: int) -> np.ndarray:
+        first = (offset - self._bundle.layout.segments[segment].offset) // PAGE
+        return self._pages[segment][first : first - (-size // PAGE)]
 
 
 def _page_digests(data: np.ndarray) -> np.ndarray:

@@ -1,8 +1,6 @@
-"""Streams the weights of a model from storage, piece by piece, as inputs of buckets. Parts of each layer may
-always be in memory, with the embedding and the head: they draft, and shorten the reads of each layer.
-"""
+"""Streams the weights of a model from storage, piece by piece, as inputs of buckets. Of the embedding only
+the rows of a pass's tokens are read."""
 
-import abc
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -21,7 +19,7 @@ from jaxllm.models.layer_stack import STACK, layers_of, stack_by_address
 from jaxllm.models.parameters import ENCODER, Params, head_name
 from jaxllm.quant import Adapted, Weight
 from jaxllm.serving.buckets.bucket import layer_params, shared_by_layers
-from jaxllm.serving.host.direct_io import PieceReader, aligned
+from jaxllm.serving.host.direct_io import PieceReader
 from jaxllm.serving.host.progress import Progress, loading
 from jaxllm.serving.host.storage import Storage
 from jaxllm.serving.weights.memory_plan import SLOTS, MemoryBudget, MemoryPlan, plan_memory
@@ -29,138 +27,21 @@ from jaxllm.serving.weights.model_level import ModelLevel
 from jaxllm.serving.weights.pieces import (
     LayerPiece,
     Passes,
-    beside_level,
     head_pieces,
     layer_pieces,
     segment_pieces,
 )
 from jaxllm.serving.weights.prefetch import READS, FirstRead, Meanwhile, Slot, StreamCounts, WeightStream
+from jaxllm.serving.weights.resident_part import ResidentPart, head_weight, kept_rows_bytes, piece_weights
 
-# Segments outside of the layers: embedding, final norm, head.
-_OUTER = ("embed", "final")
 _PARAMETER = "embed.tokens"
 _THREADS = 4
-# Size limit of cached rows of the embedding, and their maximum share of the model.
-_KEPT_ROWS_BYTES, _KEPT_ROWS_SHARE = 1 << 20, 0.02
-
-
-class ResidentPart(abc.ABC):
-    """A part of each layer that is always in memory, with the embedding, the final norm and the head.
-
-    Attributes:
-      pieces: the rest of each layer, in order.
-      size_bytes: memory of the part, the embedding and the head.
-      weights: all parameters by name, after `load`; of layers that are not resident only the part is valid.
-      resizable: whether resident pieces can be released: not if they include a part.
-      slots: number of slots for pieces that are not resident.
-    """
-
-    resizable, slots = False, SLOTS
-
-    def __init__(self, bundle: Bundle, pieces: list[LayerPiece], part_bytes: int) -> None:
-        """Plans the memory of a part of a bundle's weights, which are read in place; reads nothing."""
-        self._bundle, self.pieces = bundle, pieces
-        outer = [name for name in _OUTER if name in bundle.layout.segments]
-        self._outer = segment_pieces(bundle.layout, outer, apart=True)
-        self.size_bytes = part_bytes + sum(each.memory_bytes for each in self._outer)
-        self._outer_memory: list[np.ndarray] = []
-        self.weights: dict[str, Weight] = {}
-
-    def load(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Plans to read the part, except of layers that are resident as a whole, given with their memory as
-        `staying`; returns the memory of the `LayerPiece.kept` ranges of the other layers."""
-        for piece in self._outer:
-            memory = aligned(piece.memory_bytes)
-            first_read.keep(piece.ranges, memory)
-            self._outer_memory.append(memory)
-            self.weights |= self._bundle.segment_weights(piece.segment, memory[piece.start :])
-        return self._load_layers(first_read, staying)
-
-    def array(self, extent: Extent) -> np.ndarray:
-        """A view of an array of the embedding or the head, after `load`."""
-        for piece, memory in zip(self._outer, self._outer_memory, strict=True):
-            (whole,) = piece.ranges
-            at = extent.offset - whole.offset
-            if 0 <= at < whole.size_bytes:
-                return extent.array(memory[whole.place + at :][: extent.size_bytes])
-        raise KeyError(extent)
-
-    @abc.abstractmethod
-    def _load_layers(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """`load` of the layers."""
-
-    @abc.abstractmethod
-    def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
-        """A layer's weights by their full names, from the memory of a piece."""
-
-
-class LevelMemory(ResidentPart):
-    """The units of a level. Each layer has address space for all of its units, and memory for the pages of
-    the level; `pieces` are the whole model's layers, whose ranges exclude the level's units."""
-
-    def __init__(self, bundle: Bundle, cfg: ModelConfig) -> None:
-        # Memory is allocated by pages.
-        level = layer_pieces(bundle.layout, cfg, gap_bytes=PAGE)
-        pieces = beside_level(layer_pieces(bundle.layout), level)
-        super().__init__(bundle, pieces, sum(each.kept_bytes for each in pieces))
-
-    def _load_layers(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        kept = {}
-        for piece in self.pieces:
-            if piece.layer not in staying:
-                kept[piece.layer] = aligned(piece.memory_bytes)
-                first_read.keep(piece.kept, kept[piece.layer])
-            self.weights |= self.layer_weights(piece, {**staying, **kept}[piece.layer])
-        return kept
-
-    def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
-        """See `ResidentPart`."""
-        return piece_weights(self._bundle, piece, memory)
-
-
-class HighPlanes(ResidentPart):
-    """The high planes of nested weights: of each layer only the low planes are read, and nothing is copied
-    into their pieces. There are twice as many slots as for whole layers, in the same memory: storage reads on
-    while drafts grow."""
-
-    resizable, slots = True, 2 * SLOTS
-
-    def __init__(self, bundle: Bundle) -> None:
-        layers = [f"layers.{layer}" for layer in range(bundle.cfg.layers)]
-        self._high = segment_pieces(bundle.layout, layers, apart=True)
-        pieces = segment_pieces(bundle.layout, [low_segment(each) for each in layers])
-        super().__init__(bundle, pieces, sum(each.memory_bytes for each in self._high))
-        self._memory: list[np.ndarray] = []
-
-    def _load_layers(self, first_read: FirstRead, staying: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        for piece in self._high:
-            memory = aligned(piece.memory_bytes)
-            first_read.keep(piece.ranges, memory)
-            self._memory.append(memory[piece.start :])
-            self.weights |= self._bundle.segment_weights(piece.segment, self._memory[-1])
-        return {}
-
-    def layer_weights(self, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
-        """See `ResidentPart`; `memory` has the low planes."""
-        segment = self._high[piece.layer].segment
-        return self._bundle.segment_weights(segment, self._memory[piece.layer], memory[piece.start :])
-
-
-def piece_weights(bundle: Bundle, piece: LayerPiece, memory: np.ndarray) -> dict[str, Weight]:
-    """The weights of a layer in a piece's memory, which has the file's layout."""
-    low = bundle.layout.low_offset(piece.segment)
-    own = memory[piece.start :]
-    return bundle.segment_weights(piece.segment, own, None if low is None else own[low:])
 
 
 class EmbeddingRows:
     """The rows of a bundle's embedding.
 
-    Prompts mostly repeat a few tokens, so the most recently used rows are cached if they are read from
-    storage.
-
-    Attributes:
-      segment: segment of the file with the embedding.
+    Prompts mostly repeat a few tokens, so the most recently used rows are cached.
     """
 
     def __init__(
@@ -170,22 +51,23 @@ class EmbeddingRows:
         first_read: FirstRead,
         *,
         kept_bytes: int,
-        resident: Callable[[Extent], np.ndarray] | None = None,
+        resident: Callable[[Extent], np.ndarray | None] = lambda _: None,
     ) -> None:
-        """See the class; reads nothing yet.
+        """See the class; reads nothing yet, but plans checksums of what it will read.
 
         Args:
           bundle: an open bundle.
           reader: reader of its file.
-          first_read: has the checksums of the pages of `segment` (see `FirstRead.watch_pages`).
+          first_read: gets the checksums of pages.
           kept_bytes: size limit of cached rows.
-          resident: returns a view of an extent of the embedding; None if it is not in memory.
+          resident: returns a view of an array of rows; None if it is not in memory.
         """
         self._bundle, self._reader, self._first_read = bundle, reader, first_read
         self._resident = resident
         self._tensor = bundle.layout.tensors[_PARAMETER]
-        self.segment = self._tensor.segment
-        self._whole = bundle.layout.segments[self.segment]
+        for segment, extent in zip(self._segments(), self._tensor.extents, strict=True):
+            if resident(extent) is None:
+                first_read.watch_pages(segment)
         self._step = row_step(self._tensor)
         row_bytes = sum(each.size_bytes for each in rows_at(self._tensor, 0, self._step))
         self._room = max(1, kept_bytes // row_bytes)
@@ -219,13 +101,14 @@ class EmbeddingRows:
 
     def _panels(self, firsts: set[int]) -> dict[int, list[np.ndarray]]:
         """First row of a panel -> its parts."""
-        array = self._resident or self._checked
 
         def read(first: int) -> list[np.ndarray]:
-            return [array(each) for each in rows_at(self._tensor, first, self._step)]
+            found = []
+            for segment, each in zip(self._segments(), rows_at(self._tensor, first, self._step), strict=True):
+                array = self._resident(each)
+                found.append(self._checked(segment, each) if array is None else array)
+            return found
 
-        if self._resident is not None:
-            return {first: read(first) for first in firsts}
         missing = sorted(firsts - self._kept.keys())
         self._kept.update(zip(missing, self._pool.map(read, missing), strict=True))
         found = {first: self._kept.pop(first) for first in firsts}
@@ -235,23 +118,24 @@ class EmbeddingRows:
             del self._kept[next(iter(self._kept))]
         return found
 
-    def _checked(self, extent: Extent) -> np.ndarray:
-        """Reads an array of the embedding with all of the pages that it touches, and checks these."""
-        start = self._whole.offset
+    def _segments(self) -> list[str]:
+        """The segment of each array of the embedding."""
+        own = self._tensor.segment
+        return [low_segment(own) if each is self._tensor.low else own for each in self._tensor.extents]
+
+    def _checked(self, segment: str, extent: Extent) -> np.ndarray:
+        """Reads an array of rows with all of the pages that it touches, and checks these."""
+        whole = self._bundle.layout.segments[segment]
+        start = whole.offset
         begin = (extent.offset - start) // PAGE * PAGE
         end = -(-(extent.offset + extent.size_bytes - start) // PAGE) * PAGE
-        end = min(end, self._whole.size_bytes)
+        end = min(end, whole.size_bytes)
         at = extent.offset - start - begin
         for _ in range(READS):
             data = self._reader.read(start + begin, end - begin)
-            if self._first_read.same_pages(start + begin, data):
+            if self._first_read.same_pages(segment, start + begin, data):
                 return extent.array(data[at : at + extent.size_bytes].copy())
         raise self._first_read.changed(start + begin, end - begin)
-
-
-def kept_rows_bytes(weight_bytes: int) -> int:
-    """Size limit of the cached embedding rows of a streamed model."""
-    return min(_KEPT_ROWS_BYTES, int(_KEPT_ROWS_SHARE * weight_bytes))
 
 
 class StreamedWeights:
@@ -281,7 +165,7 @@ class StreamedWeights:
           budget: memory budget, including the fixed part.
           storage: options of reads.
           read_ahead: see `WeightStream`.
-          part: part of each layer that stays resident, with embedding and head (see `part_weights`).
+          part: part of each layer that stays resident, with the head or its high plane (see `part_weights`).
           levels: sub-models that `begin` accepts.
           progress: callback for ("load", bytes done, bytes in all).
 
@@ -296,21 +180,25 @@ class StreamedWeights:
         encoder = segment_pieces(bundle.layout, names)
         layers = layer_pieces(bundle.layout) if self._part is None else self._part.pieces
         largest = max(each.memory_bytes for each in (*encoder, *layers))
-        # With a resident part, embedding and head are resident, too.
-        self.head = head_pieces(bundle.layout, most_bytes=bundle.weight_bytes if self._part else largest)
-        self._passes = passes = Passes(bundle.layout, encoder, layers, () if self._part else self.head)
+        if self._part is not None and self._part.has_whole_head:
+            self.head, read_head = [self._part.head], []
+        else:
+            self.head = head_pieces(bundle.layout, most_bytes=largest, low=self._part is not None)
+            read_head = self.head
+        self._passes = passes = Passes(bundle.layout, encoder, layers, read_head)
         # Else whole layers are read at every level.
         if bundle.read_in_place and self._part is None:
             for cfg in levels:
                 passes.add_level(cfg, layer_pieces(bundle.layout, cfg))
         sizes = [each.memory_bytes - each.kept_bytes for each in passes.whole]
-        # A resident part has the whole embedding.
-        rows_bytes = 0 if self._part else kept_rows_bytes(bundle.weight_bytes)
+        rows_bytes = kept_rows_bytes(bundle.weight_bytes)
         self._kept_bytes = rows_bytes + sum(each.size_bytes for each in self._vectors().values())
         self._kept_bytes += self._part.size_bytes if self._part else 0
+        parts = budget.fixed_parts if part is None else f"{budget.fixed_parts}; the {part.title}"
+        fixed_bytes = budget.fixed_bytes + self._kept_bytes
         self.plan: MemoryPlan = plan_memory(
             sizes,
-            dataclasses.replace(budget, fixed_bytes=budget.fixed_bytes + self._kept_bytes),
+            dataclasses.replace(budget, fixed_bytes=fixed_bytes, fixed_parts=parts),
             slot_bytes=largest,
             slots=SLOTS if part is None else part.slots,
             order=passes.kept_first,
@@ -339,15 +227,11 @@ class StreamedWeights:
             of_layers = {number - passes.first_layer: each for number, each in staying.items()}
             kept = self._part.load(first_read, of_layers)
             self._stream.keep({passes.first_layer + layer: memory for layer, memory in kept.items()})
-        self._rows = EmbeddingRows(
-            bundle,
-            self._reader,
-            first_read,
-            kept_bytes=rows_bytes,
-            resident=self._part.array if self._part else None,
+        # Rows of a tied embedding are those of the head.
+        resident = (
+            {} if self._part is None or not bundle.cfg.tied_head else {"resident": self._part.head_array}
         )
-        if self._part is None:
-            first_read.watch_pages(self._rows.segment)
+        self._rows = EmbeddingRows(bundle, self._reader, first_read, kept_bytes=rows_bytes, **resident)
         first_read.run(loading(progress, bundle.weight_bytes))
         # Parameters in a slot's memory, by its identity, the piece in it, and the version of the weights.
         self._made: dict[tuple[int, int, tuple[int, int]], Any] = {}
@@ -395,6 +279,7 @@ class StreamedWeights:
         """The division of the budget and the counts of reads, for reports."""
         counts, plan = self.counts, self.plan
         return {
+            "plan": self.plan_text(),
             "budget_bytes": plan.budget_bytes,
             "planned_bytes": plan.planned_bytes,
             "resident_layers": len(self._stream.staying()),
@@ -403,6 +288,18 @@ class StreamedWeights:
             "read_bytes_per_s": round(counts.read_bytes / counts.read_s) if counts.read_s else None,
             "caching": self._reader.caching,
         }
+
+    def plan_text(self) -> str:
+        """The division of the budget in words."""
+        plan, part, pieces = self.plan, self._part, "pieces"
+        if part is not None:
+            pieces = f"{part.title} in {_megabytes(part.size_bytes)}, other pieces"
+        return (
+            f"{_megabytes(plan.fixed_bytes - self._kept_bytes)} for caches, activations and the runtime; "
+            f"{pieces} of layers and head: {len(self._stream.staying())} of {len(self._sizes)} in "
+            f"{_megabytes(self.resident_bytes)}, and {plan.slots} slots of {_megabytes(plan.slot_bytes)}; a "
+            f"pass reads {_megabytes(self._stream.pass_bytes)} and its tokens' rows of the embedding"
+        )
 
     def frozen(self) -> dict[str, Weight]:
         """All parameters by name: vectors outside of layers resident, all others as shapes, or as views of
@@ -427,7 +324,7 @@ class StreamedWeights:
         return {**found, **small}
 
     def part_weights(self) -> dict[str, Weight]:
-        """All parameters by name; of layers only the resident part is valid.
+        """The resident part of layers, and the head or its high plane, by name.
 
         Raises:
           ConfigError: no part is resident.
@@ -440,6 +337,9 @@ class StreamedWeights:
 
     def begin(self, cfg: ModelConfig) -> None:
         """Begins a pass of the model, or of one of its levels."""
+        if self._part is not None and not self._bundle.cfg.tied_head:
+            # Drafts read their rows of the mapped file, whose pages would stay.
+            self._bundle.release_segment(self._bundle.layout.tensors[_PARAMETER].segment)
         passes = self._passes
         self._stream.use(passes.of_level.get(cfg, passes.of_tokens))
 
@@ -504,9 +404,9 @@ class StreamedWeights:
     @contextlib.contextmanager
     def head_rows(self, number: int, meanwhile: Meanwhile | None = None) -> Iterator[Weight]:
         """The weight of one piece of `head`, valid until the context ends."""
-        piece, name = self.head[number], head_name(self._bundle.cfg)
-        if self._part is not None:
-            yield self._part.weights[name]
+        piece, part = self.head[number], self._part
+        if part is not None and part.has_whole_head:
+            yield part.weights[head_name(self._bundle.cfg)]
             return
         place = self._passes.first_head + number
         with self._stream.piece(place, meanwhile) as slot:
@@ -514,13 +414,12 @@ class StreamedWeights:
             key = id(slot), place, (0, 0)
             weight = self._made.get(key)
             if weight is None:
-                places = dict(zip(piece.extents, (each.place for each in piece.ranges), strict=True))
 
-                def view(extent: Extent) -> np.ndarray:
-                    return extent.array(slot.memory[places[extent] :][: extent.size_bytes])
+                def array(extent: Extent) -> np.ndarray | None:
+                    read = piece.array(extent, slot.memory)
+                    return part.head_array(extent) if read is None and part is not None else read
 
-                tensor = rows_alone(self._bundle.layout.tensors[name], piece.extents)
-                weight = self._bundle.place(tensor, (piece.count, self._bundle.cfg.hidden_size), view)
+                weight = head_weight(self._bundle, piece, array)
                 if self._bundle.read_in_place:
                     self._made[key] = weight
             yield weight
@@ -555,6 +454,10 @@ def _with_weights(model: ModelLevel, layer: int, weights: Mapping[str, Weight]) 
         name: _rebased(each, views[own + name.removeprefix(other)]) if name.startswith(other) else each
         for name, each in layer_params(model.params, layer, model.alike[layer]).items()
     }
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
 
 
 def _rebased(weight: Weight, base: Weight) -> Weight:

@@ -41,6 +41,7 @@ from benchmarks.speculation.systems import (
     drafted,
     fixed_lines,
     narrow_bundles,
+    ours,
     plain,
     plan_widths,
     shard_importance,
@@ -49,7 +50,7 @@ from benchmarks.speculation.systems import (
     tuned_systems,
 )
 from jaxllm.bundle import Bundle
-from jaxllm.errors import ConfigError
+from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.models import decoder
 from jaxllm.models.parameters import param_specs
 from jaxllm.serving.engine.request import GenerationConfig
@@ -57,12 +58,14 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.text.tokenizer import Tokenizer
 from tests import tiny_encdec
+from tests.kernels.switching import needs_native
 from tests.tiny import TINY, random_params, tiny_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
 
 CFG = dataclasses.replace(TINY, layers=6, attention_windows=())
 SMALL = dataclasses.replace(TINY, layers=1, attention_windows=())
 CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
 PROMPT = list(range(40, 60))
+IN_MEMORY = EngineOptions(context_tokens=128)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +93,7 @@ def answer(engine):
 @pytest.fixture(scope="module")
 def expected(setting):
     """What the target says in memory."""
-    return answer(Engine.open(setting.model, options=EngineOptions(context_tokens=128)))
+    return answer(Engine.open(setting.model, options=IN_MEMORY))
 
 
 @pytest.mark.slow
@@ -168,10 +171,32 @@ def test_a_run_has_rows_of_every_system(setting, tmp_path, monkeypatch):
     metrics = {"tpot_ms", "rouge_l", "acceptance_length", "useful_share", "draft_ms", "verify_ms"}
     assert {row.metric for row in rows} == metrics
     assert [row.value for row in rows if row.metric == "rouge_l" and row.system == OURS] == [1, 1]
-    with pytest.raises(ConfigError, match="no budget holds a draft"):
+    with pytest.raises(ConfigError, match="no budget holds two layers"):
         run.run(bench.changed(shares=(0.01,)))
     with pytest.raises(ConfigError, match="all prompts are taken"):
         run.run(bench.changed(tried=2))
+
+
+@pytest.mark.slow
+@needs_native
+def test_a_model_drafts_for_itself_as_its_memory_allows(setting, tmp_path):
+    model = write_tiny_bundle(tmp_path / "nested.jaxllm", "int8-nested", cfg=CFG, params=tiny_params(CFG))
+    (tmp_path / "question.jsonl").write_text("\n".join(map(json.dumps, LINES)))
+    plan = run.Plan(
+        prompts=1, tokens=8, tried=0, context_tokens=128, shares=(0.95,), devices=("eufs",),
+        parts=("drafters",), draft="nested", file=tmp_path / "question.jsonl",
+    )  # fmt: skip
+    rows = run.run(Run(plan=plan, model=model))
+    assert {row.system for row in rows} == {OURS, "StdPL", f"{OURS}-ngram"}
+    assert len({row.case for row in rows if row.metric == "acceptance_length"}) == 1
+    size, expected = Bundle.open(model).weight_bytes, answer(Engine.open(model, options=IN_MEMORY))
+    for share, drafter in ((0.5, "ngram"), (0.95, "nested")):
+        engine = ours(dataclasses.replace(setting, model=model, draft=None, weights_bytes=int(share * size)))
+        assert (engine.speculation.options.drafter, answer(engine)) == (drafter, expected)
+    assert "no-pipeline" not in " ".join(systems(pipelined=False))
+    other = write_tiny_bundle(tmp_path / "plain.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG))
+    with pytest.raises(CheckpointError, match="holds int8 weights, not int8-nested"):
+        run.run(Run(plan=plan, model=other))
 
 
 @pytest.mark.slow

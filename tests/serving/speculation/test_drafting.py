@@ -2,20 +2,15 @@
 
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.kv.cache import new_cache
 from jaxllm.serving.ground.speculation_options import SpeculationOptions, TreeShape
 from jaxllm.serving.runners.runner import Verdict
 from jaxllm.serving.speculation.costs import DraftTimes, Payoff, SizeCost
 from jaxllm.serving.speculation.drafter import Drafter, LookupDrafter, NgramDrafter
-from jaxllm.serving.speculation.drafters import with_rows
 from jaxllm.serving.speculation.speculation import Speculation
 from jaxllm.speculation.token_tree import Growing, grown, matching_tokens, root_alone, united
-from tests.tiny import TINY
 
 
 def forked():
@@ -245,26 +240,3 @@ def test_a_stall_makes_no_size_look_cheap():
     # More nodes never take less.
     expected = [cost.seconds(nodes) for nodes in SIZES]
     assert expected == sorted(expected)
-
-
-# Keys and values go from one cache into another of the same model, whatever their layouts and lengths.
-
-
-def cache_of(tokens, *, stacked, seed):
-    cache = new_cache(TINY, batch=1, tokens=tokens, dtype=jnp.float32, stacked=stacked)
-    draw = np.random.default_rng(seed)
-    drawn = jax.tree.map(lambda rows: draw.random(rows.shape, np.float32), (cache.keys, cache.values))
-    return type(cache)(*drawn, length=jnp.int32(3), places=cache.places)
-
-
-@pytest.mark.parametrize(("stacked", "others"), [(False, True), (True, False)])
-def test_rows_of_each_layer(stacked, others):
-    cache, other = cache_of(12, stacked=stacked, seed=0), cache_of(8, stacked=others, seed=1)
-    found = with_rows(cache, other, 5)
-    assert (int(found.length), found.places) == (5, cache.places)
-    for layer in range(TINY.layers):
-        for ours, theirs in zip(found.past(layer).own, other.past(layer).own, strict=True):
-            assert ours.shape[-2] == 12
-            np.testing.assert_array_equal(ours[..., :5, :], theirs[..., :5, :])
-    # A copy: the other cache is donated afterwards.
-    assert not any(np.shares_memory(a, b) for a in found.keys for b in other.keys)

@@ -1,6 +1,7 @@
 """High planes that draft for their own weights: answers are the weights' own, in memory and streamed."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -16,9 +17,9 @@ from jaxllm.models.lora import LoraConfig
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.host.direct_io import PAGE
 from jaxllm.serving.opening import engine as opening
 from jaxllm.serving.speculation import drafters
-from jaxllm.serving.weights.streamed import EmbeddingRows
 from tests.models.test_lora import random_adapter
 from tests.serving.memory import budget
 from tests.serving.speculation.test_speculative import (
@@ -45,6 +46,8 @@ MIXTURE = dataclasses.replace(
     experts_per_token=2, expert_ffn_size=96, sparse_layers=(True, False, True, True),
 )  # fmt: skip
 
+TIED = dataclasses.replace(CFG, tied_head=True)
+
 
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory):
@@ -56,7 +59,7 @@ def engines(tmp_path_factory):
         write_tiny_bundle(path, "int8-nested", cfg=cfg, params=sharp(cfg), parts=parts)
         return Engine.open(path, options=OPTIONS, warm_up=False)
 
-    return {CFG: opened("dense", CFG), MIXTURE: opened("moe", MIXTURE)}
+    return {CFG: opened("dense", CFG), TIED: opened("tied", TIED), MIXTURE: opened("moe", MIXTURE)}
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +79,16 @@ def drafts(**more):
     )  # fmt: skip
 
 
-def test_the_answer_is_that_of_both_planes(plain, compiles, monkeypatch):
+@pytest.mark.parametrize(
+    ("cfg", "share", "whole"), [(CFG, 0.71, False), (TIED, 0.72, False), (TIED, 0.9, True)]
+)
+def test_the_answer_is_that_of_both_planes(engines, compiles, monkeypatch, cfg, share, whole):
     """Streamed; of weights in memory and of levels `test_every_answer_is_the_weights_own` tells."""
-    engine = open_drafted(plain, drafts(), 0.75)
-    streamed, drafter, prunes = engine.model.streamed, engine.speculation.drafter, []
+    plain = engines[cfg]
+    engine = open_drafted(plain, drafts(), share)
+    streamed = engine.model.streamed
     # The drafter goes on from the target's keys and values, and reads no prompt.
     monkeypatch.delattr(drafters, "prefill_prompt")
-    # The embedding stays in memory, so that no row of it is read.
-    monkeypatch.delattr(EmbeddingRows, "_checked")
-    prune = drafter._prune
-    monkeypatch.setattr(drafter, "_prune", lambda: (prunes.append(1), prune()))
     with compiles() as count:
         found = [engine.generate(PROMPT, config).tokens for config in (GREEDY, DRAWN)]
     assert count() == 0
@@ -94,13 +97,15 @@ def test_the_answer_is_that_of_both_planes(plain, compiles, monkeypatch):
     assert counts.tokens + counts.plain_tokens == 2 * (GREEDY.max_tokens - 1)
     # Random weights are hard to foretell at 4 bits.
     assert counts.acceptance_length > 1.05
-    # High planes were read once, low planes in each pass.
-    passes = counts.verifications + counts.plain_tokens + 2
-    assert streamed.plan.slots == 2
-    assert streamed.counts.read_bytes <= (passes + 1) * plain.model.bundle.weight_bytes // 2
-    assert counts.hidden_steps
-    # Where no room is left, it drafts on without the least likely nodes.
-    assert prunes
+    # High planes were read once, low planes in each pass, the head's too unless all of it is in memory.
+    passes, layout = counts.verifications + counts.plain_tokens + 2, plain.model.bundle.layout
+    low = sum(each.size_bytes for name, each in layout.segments.items() if name.endswith(".low"))
+    assert streamed.counts.read_bytes <= (passes + 1) * low
+    pieces = CFG.layers + (0 if whole else len(streamed.head))
+    assert f"{'all' if whole else 'that'} of the head" in streamed.facts()["plan"]
+    assert re.search(rf"head: \d of {pieces} in .*; a pass reads \d", streamed.facts()["plan"])
+    # Neither holds an untied embedding, of which only the rows of tokens are read.
+    assert streamed.staying_bytes <= share * plain.model.bundle.weight_bytes + 2 * PAGE
     engine.close()
 
 
@@ -153,8 +158,10 @@ def test_by_itself_a_model_drafts_where_it_can_and_may_pay(plain, tmp_path, monk
 
     # So small that it is in the processor's caches.
     assert drafter(path) is None
-    # Streamed it drafts, unless the memory has no room for high planes.
-    assert (drafter(path, 0.8), drafter(path, 0.3)) == ("nested", None)
+    # Streamed it drafts, by lookup if the memory has no room for high planes.
+    assert (drafter(path, 0.8), drafter(path, 0.45)) == ("nested", "ngram")
+    with pytest.raises(BudgetExceeded, match="needs at least"):
+        drafter(path, 0.2)
     monkeypatch.setattr(opening, "_LEAST_DRAFTING_BYTES", 0)
     assert drafter(path) == "nested"
     other = write_tiny_bundle(tmp_path / "plain.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG))
