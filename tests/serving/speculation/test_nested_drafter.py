@@ -159,7 +159,9 @@ def test_by_itself_a_model_drafts_where_it_can_and_may_pay(plain, tmp_path, monk
     # So small that it is in the processor's caches.
     assert drafter(path) is None
     # Streamed it drafts, by lookup if the memory has no room for high planes.
-    assert (drafter(path, 0.8), drafter(path, 0.45), drafter(path, 0.2)) == ("nested", "ngram", None)
+    assert (drafter(path, 0.8), drafter(path, 0.45)) == ("nested", "ngram")
+    with pytest.raises(BudgetExceeded, match="needs at least"):
+        drafter(path, 0.2)
     monkeypatch.setattr(opening, "_LEAST_DRAFTING_BYTES", 0)
     assert drafter(path) == "nested"
     other = write_tiny_bundle(tmp_path / "plain.jaxllm", "int8", cfg=CFG, params=tiny_params(CFG))
