@@ -38,7 +38,8 @@ _ANSWER_TOKENS = 64
 # Rates of shorter answers are those of a dispatch or two.
 _RATED_TOKENS = 8
 _OBJECTIVE = {"ttft_ms": 500, "tpot_ms": 100}
-_QUESTION = "Name three fruits."
+# What a service is asked: of the default model what it was trained for.
+_QUESTION, _DEFAULT_QUESTION = "Name three fruits.", "I laughed a lot. Is this positive or negative?"
 
 
 @click.command("demo", cls=EngineCommand)
@@ -164,20 +165,21 @@ def _served(model: Path | None, *, aloud: bool) -> dict[str, Any] | None:
         return None
     from jaxllm.client import Client
 
+    question = _DEFAULT_QUESTION if model is None else _QUESTION
     if aloud:
         limits = f"{_OBJECTIVE['ttft_ms']} ms to the first token, {_OBJECTIVE['tpot_ms']} ms per token"
         click.secho(f"\nAs a service, within {limits}", bold=True)
     with _service(model) as socket, Client(socket=str(socket)) as client:
-        answer = client.call(_QUESTION, slo=_OBJECTIVE, max_tokens=_ANSWER_TOKENS).result()
+        answer = client.call(question, slo=_OBJECTIVE, max_tokens=_ANSWER_TOKENS).result()
     facts = {name: answer.facts[name] for name in ("level", "met", "ttft_ms", "tpot_ms")}
     if aloud:
-        _show_text(_QUESTION)
+        _show_text(question)
         click.echo("\n    ".join(answer.text.splitlines()))
         met = "met" if answer.met else "not met"
         times = f"first after {facts['ttft_ms']:.1f} ms, then {facts['tpot_ms']:.1f} ms per token"
         click.secho(f"  {met}", fg="green" if answer.met else "red", nl=False)
         click.secho(f"  [{times}]", dim=True)
-    return {"prompt": _QUESTION, "text": answer.text, **facts}
+    return {"prompt": question, "text": answer.text, **facts}
 
 
 @contextlib.contextmanager

@@ -139,9 +139,12 @@ class Terminal:
 
     def wait(self, text: str) -> None:
         """Waits until something is shown, or for the end of the process if it is empty."""
-        late = time.monotonic() + 60
+        late = time.monotonic() + 240
         while text not in self._text or not text:
-            assert time.monotonic() < late, self._text
+            if time.monotonic() > late:
+                self._process.kill()
+                self._process.wait()
+                pytest.fail(self._text)
             if select.select([self._own], [], [], 0.1)[0]:
                 try:
                     self._text += os.read(self._own, 1 << 16).decode(errors="replace")
