@@ -16,7 +16,6 @@ from statistics import median
 
 from benchmarks.engine import Plan
 from benchmarks.harness.bench import Run
-from benchmarks.harness.machine import memory_probe
 from benchmarks.harness.report import OURS, Row, compared, row
 from benchmarks.models import Checkpoint
 from benchmarks.peers import PEERS, process
@@ -25,6 +24,7 @@ from benchmarks.peers.peer import unavailable
 from jaxllm.config import ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.serving.ground.options import DEFAULT_CONTEXT_TOKENS
+from jaxllm.serving.host.bandwidth import memory_probe
 
 MEMORY, PER_TOKEN = "memory", "jaxllm-one-token-per-dispatch"
 # Systems that one of our widths is compared with, ours among them, by name.

@@ -2,6 +2,6 @@
 
 `bench` declares a benchmark: sizes of quick and whole runs, options, the command; `report` has the rows of
 the contract, their units, ratios and intervals, and prints and draws them; `children` measures in processes
-of their own, and in turns; `machine` waits for quiet, measures memory, bandwidth and energy and describes
+of their own, and in turns; `machine` waits for quiet, measures memory and energy and describes
 storage. Engines answer in turns by `benchmarks.peers.process`.
 """

@@ -65,13 +65,6 @@ class EngineSession:
     def facts(self) -> dict[str, Any]:
         """Times of opening, and the sizes of the weights."""
         engine = self._engine
-        tensors, cfg = engine.model.bundle.layout.tensors, engine.cfg
-        step_bytes = sum(
-            tensor.size_bytes
-            for name, tensor in tensors.items()
-            # One row of an embedding is read; a tied one is the head too, and read whole.
-            if not name.startswith("embed.") or (cfg.tied_head and name == "embed.tokens")
-        )
         weight_bytes = engine.model.bundle.weight_bytes
         device = jax.devices()[0]
         memory = device.memory_stats() if device.platform != "cpu" else None
@@ -82,8 +75,8 @@ class EngineSession:
             "buckets": len(engine.runner.buckets.bucket_ms),
             "buckets_read": len(engine.runner.buckets.loaded),
             "weight_bytes": weight_bytes,
-            "bits_per_weight": 8 * weight_bytes / parameter_count(cfg),
-            "step_bytes": step_bytes,
+            "bits_per_weight": 8 * weight_bytes / parameter_count(engine.cfg),
+            "step_bytes": engine.model.bundle.step_bytes,
             "device_bytes": (memory or {}).get("peak_bytes_in_use", 0),
             "context_tokens": engine.options.context_tokens,
         }

@@ -113,6 +113,14 @@ class Bundle:
         """Bytes of all parameters."""
         return sum(each.size_bytes for each in self.layout.tensors.values())
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of the parameters that decoding a token reads, with all experts of a mixture."""
+        # One row of an embedding is read; a tied one is the head too, and read whole.
+        read = {"embed.tokens"} if self.cfg.tied_head else set[str]()
+        tensors = self.layout.tensors.items()
+        return sum(each.size_bytes for name, each in tensors if not name.startswith("embed.") or name in read)
+
     def tokenizer_files(self) -> TokenizerFiles:
         """The model's tokenizer.
 

@@ -22,7 +22,7 @@ from benchmarks.harness import bench as options
 from benchmarks.harness import machine as quiet
 from benchmarks.harness.bench import Run
 from benchmarks.harness.children import in_process, in_turns, taken_by
-from benchmarks.harness.machine import EnergyMeter, memory_probe
+from benchmarks.harness.machine import EnergyMeter
 from benchmarks.harness.report import Row, compared, emit, less_is_better, row, unit_of
 from benchmarks.peers import PEERS
 from benchmarks.prepare import run as preparing
@@ -32,6 +32,7 @@ from jaxllm.cli.main import cli
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.ground.bundles import packaged_models
+from jaxllm.serving.host.bandwidth import memory_probe
 
 ROWS = [
     Row(case="a", system="jaxllm", metric="ttft_ms", value=2.0, unit="ms", baseline="other", ratio=1.5),
