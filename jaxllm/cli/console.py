@@ -78,6 +78,14 @@ def answer_facts(answer: "Answer") -> dict[str, Any]:
     }
 
 
+def speed_line(answer: "Answer") -> str:
+    """Tokens, time to the first and rate of a finished answer, for people."""
+    facts = answer_facts(answer)
+    rate = facts["decode_tokens_per_s"]
+    further = f", then {rate:,.0f} tokens/s" if rate else ""
+    return f"[{facts['completion_tokens']} tokens, first after {facts['ttft_ms']:.1f} ms{further}]"
+
+
 def draft_facts(speculation: "Speculation | None") -> dict[str, Any]:
     """Counts of drafts, and whether drafting is faster (None: not measured yet); empty without
     speculation."""

@@ -1,9 +1,8 @@
-"""`jaxllm generate` continues a prompt, `jaxllm chat` holds a conversation in the terminal."""
+"""`jaxllm generate` continues a prompt."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -20,11 +19,6 @@ from jaxllm.cli.shared_options import (
     sampling_options,
     task_option,
 )
-from jaxllm.errors import ConfigError, ContextOverflow
-
-if TYPE_CHECKING:
-    from jaxllm.serving.engine.engine import Engine
-    from jaxllm.serving.engine.request import GenerationConfig, Session
 
 
 @click.command("generate", cls=EngineCommand)
@@ -87,124 +81,6 @@ def generate_command(
     for piece in generation:
         click.echo(piece, nl=False)
     click.echo()
-
-
-_HELP = "/reset starts over, /exit or Ctrl-D leaves, Ctrl-C stops an answer."
-
-
-@click.command("chat", cls=EngineCommand)
-@click.option("--system", metavar="TEXT", help="A system message to begin with.")
-@image_option
-@model_options
-@running_options
-@sampling_options
-def chat_command(
-    choice: ModelChoice,
-    system: str | None,
-    images: tuple[Path, ...],
-    **options: Any,
-) -> None:
-    """Talk with a model in the terminal.
-
-    Reads one turn per line from standard input and writes answers to standard output. Each turn only computes
-    new tokens; a full context drops its oldest turn. Images come with the first turn.
-
-    \b
-    Example:
-      jaxllm chat --system "You are brief."
-      jaxllm chat --model smolvlm.jaxllm --image photo.jpg
-    """
-    answers = answer_options(options)
-    with progress_bars() as progress:
-        engine = choice.open(progress, images=bool(images))
-    converse(engine, answers.of(engine.tokenizer.files), system, images)
-
-
-def converse(
-    engine: "Engine", config: "GenerationConfig", system: str | None, images: Sequence[Path] = ()
-) -> None:
-    """Answers turns from standard input until it ends.
-
-    Args:
-      engine: an engine of a model with a chat template.
-      config: config of each answer.
-      system: system message; None for none.
-      images: image files that come with the first turn.
-
-    Raises:
-      ConfigError: the model has no chat template, or an image cannot be read.
-    """
-    # Imported here, so that --help does not wait for the imports.
-    from jaxllm.serving.engine.request import Session
-
-    if not engine.tokenizer.has_chat_template:
-        raise ConfigError(f"{engine.name} has no chat template; use `jaxllm generate` for a base model")
-    click.echo(f"{engine.name}. {_HELP}", err=True)
-    opening: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
-    messages, session = list(opening), Session()
-    parts: list[dict[str, Any]] = []
-    if images:
-        from jaxllm.serving.images.prompt import image_part
-
-        parts = [image_part(each) for each in _image_files(images)]
-    new = parts
-    while True:
-        text = _read_turn()
-        if text is None or text == "/exit":
-            return
-        if text == "/reset":
-            messages, session, new = list(opening), Session(), parts
-        elif text.startswith("/"):
-            click.echo(_HELP, err=True)
-        elif text:
-            content = [*new, {"type": "text", "text": text}] if new else text
-            messages.append({"role": "user", "content": content})
-            new = []
-            messages = _answer(engine, messages, len(opening), config, session)
-
-
-def _answer(
-    engine: "Engine",
-    messages: list[dict[str, Any]],
-    kept: int,
-    config: "GenerationConfig",
-    session: "Session",
-) -> list[dict[str, Any]]:
-    """Answers the last message; returns the conversation with the answer, without dropped old turns."""
-    while True:
-        try:
-            generation = engine.chat(messages, config, session=session)
-            break
-        except ContextOverflow:
-            if len(messages) - kept <= 1:
-                raise
-            # Drop the oldest turn: a user message and its answer.
-            del messages[kept : min(kept + 2, len(messages) - 1)]
-            click.echo("(the oldest turn was dropped: the context is full)", err=True)
-    try:
-        for piece in generation:
-            click.echo(piece, nl=False)
-    except KeyboardInterrupt:
-        generation.close()
-    click.echo()
-    return [*messages, {"role": "assistant", "content": generation.text}]
-
-
-def _read_turn() -> str | None:
-    """Reads one line from the user; None at the end of input."""
-    if sys.stdin.isatty():
-        try:
-            return input("> ").strip()
-        except (EOFError, KeyboardInterrupt):
-            click.echo()
-            return None
-    raw = sys.stdin.buffer.readline()
-    if not raw:
-        return None
-    try:
-        return raw.decode("utf-8").strip()
-    except UnicodeDecodeError as error:
-        raise ConfigError("standard input is not UTF-8; convert it first") from error
 
 
 def _image_files(paths: Sequence[Path]) -> list[bytes]:

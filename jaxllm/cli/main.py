@@ -16,7 +16,7 @@ _SUMMARIES = {
     "Run a model": {
         "generate": "Continue a prompt with a model, streaming the text.",
         "chat": "Talk with a model in the terminal.",
-        "demo": "Ask a model a few questions of each task, and show its answers and its speed.",
+        "demo": "Show a chat, its speed beside the memory's bandwidth, and a service that answers in time.",
         "serve": "Serve a model to the apps of this device.",
         "info": "Describe a bundle or a checkpoint, and this device.",
         "profile": "Measure the speed of every level of a model, for the service to plan with.",
@@ -48,7 +48,6 @@ _SUMMARIES = {
 # Modules that do not have the name of their command.
 _MODULES = {
     **dict.fromkeys(("pretrain", "lora", "elasticize"), "jaxllm.cli.train"),
-    "chat": "jaxllm.cli.generate",
     "eval": "jaxllm.cli.evaluate",
     "bench": "benchmarks.cli",
     "completion": "jaxllm.cli.keys",

@@ -1,9 +1,7 @@
-"""`jaxllm generate` and `jaxllm chat`: the model they choose, what they answer, with images and by exported
-programs, too."""
+"""`jaxllm generate`: the model it chooses, what it answers, with images and by exported programs, too."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,11 +10,11 @@ from jaxllm.cli.model_choice import ModelChoice, speculation
 from jaxllm.errors import ConfigError
 from jaxllm.models.encoder.image_input import IMAGE
 from jaxllm.prepare import prepare
-from jaxllm.serving.engine.step import Answer
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.text.tokenizer import Tokenizer
 from tests import tiny_encdec
 from tests.cli.outcome import CFG, PARAMS, WINDOW, Run, answer, failed, succeeded
+from tests.cli.test_chat import expected_answers, turns
 from tests.tiny import tiny_tokenizer, write_tiny_bundle
 from tests.tiny_images import image_id, picture, save_smolvlm
 
@@ -130,80 +128,6 @@ def test_drafts_by_name():
     assert speculation(ModelChoice().draft) is None
     with pytest.raises(ConfigError, match="takes a percentage"):
         speculation("nested:half")
-
-
-# Conversations
-
-
-def turns(*lines: str) -> bytes:
-    return "".join(line + "\n" for line in lines).encode()
-
-
-def expected_answers(bundle: Path, *turns: list[str], system: str | None = None) -> str:
-    """What the engine says, one conversation after another, four tokens an answer."""
-    engine = Engine.open(bundle)
-    config = GenerationConfig(max_tokens=4, ignore_eos=True)
-    out = ""
-    for conversation in turns:
-        messages = [{"role": "system", "content": system}] if system else []
-        for text in conversation:
-            messages.append({"role": "user", "content": text})
-            messages.append({"role": "assistant", "content": engine.chat(messages, config).result().text})
-            out += messages[-1]["content"] + "\n"
-    return out
-
-
-def test_chat(run: Run, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[Answer] = []
-    stream = Engine.stream
-
-    def watched(*args: Any, **kwargs: Any) -> Answer:
-        answers.append(stream(*args, **kwargs))
-        return answers[-1]
-
-    monkeypatch.setattr(Engine, "stream", watched)
-    typed = turns("hi", "", "/what", "  hello  ", "/reset", "hi", "/exit", "never answered")
-    got = run("chat", "-m", bundle, "-n", 4, "--ignore-eos", stdin=typed)
-    assert got.code == 0
-    # Only what is new is fed.
-    first, second, again = answers
-    assert first.reused_tokens == again.reused_tokens == 0
-    assert second.reused_tokens >= first.prompt_tokens
-    assert got.out == expected_answers(bundle, ["hi", "hello"], ["hi"])
-    # The greeting, and once more for a command that there is not.
-    greeting, help_ = got.err.splitlines()
-    assert greeting.startswith("tiny. ")
-    assert greeting.removeprefix("tiny. ") == help_
-    assert all(word in help_ for word in ("/reset", "/exit", "Ctrl-C"))
-
-
-def test_chat_with_a_system_message_until_the_end_of_input_or_of_the_context(run: Run, bundle: Path) -> None:
-    typed = b"hi\n/reset\nhi\nlast line without an end"
-    got = run("chat", "-m", bundle, "-n", 4, "--ignore-eos", "--system", "Be kind.", stdin=typed)
-    assert got.code == 0
-    expected = expected_answers(bundle, ["hi"], ["hi", "last line without an end"], system="Be kind.")
-    assert got.out == expected
-    # Where the context is full the oldest turn is dropped.
-    typed = turns("a" * 30, "b" * 30, "c" * 30)
-    got = run("chat", "-m", bundle, "-n", 4, "--ignore-eos", stdin=typed)
-    assert got.code == 0
-    assert got.err.count("(the oldest turn was dropped: the context is full)") == 2
-    assert got.out == expected_answers(bundle, ["a" * 30], ["b" * 30], ["c" * 30])
-
-
-def test_chat_with_what_cannot_be_answered(run: Run, home: Path, bundle: Path) -> None:
-    got = run("chat", "-m", home / "base.jaxllm", stdin=b"hi\n")
-    failed(got, "base has no chat template; use `jaxllm generate`")
-    for part, stdin in (
-        ("standard input is not UTF-8", b"\xff\n"),
-        ("the prompt has", b"x" * WINDOW + b"\n"),
-    ):
-        got = run("chat", "-m", bundle, stdin=stdin)
-        assert (got.code, got.out) == (1, "")
-        greeting, error = got.err.splitlines()
-        assert greeting.startswith("tiny. ")
-        assert error.startswith("error: ")
-        assert part in error
 
 
 # Images

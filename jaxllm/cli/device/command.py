@@ -9,11 +9,12 @@ from typing import Any
 
 import click
 
+from jaxllm.cli.chat import Conversation
 from jaxllm.cli.console import answer_facts, draft_facts, print_json, progress_bars, read_text
-from jaxllm.cli.generate import converse
 from jaxllm.cli.lazy import run_command
 from jaxllm.cli.model_choice import speculation
 from jaxllm.cli.profile import show_profile
+from jaxllm.cli.screen import PlainScreen
 from jaxllm.cli.shared_options import (
     answer_options,
     json_option,
@@ -187,7 +188,8 @@ def device(
 def chat_command(choice: _Choice, system: str | None = None, level: int = FULL_LEVEL, **options: Any) -> None:
     """Talk with the model in the terminal, one turn per line."""
     asked, engine = answer_options(options), choice.open(level)
-    converse(engine, asked.of(engine.tokenizer.files), system)
+    config = asked.of(engine.tokenizer.files)
+    Conversation(engine, config, PlainScreen(), system=system, reopen=choice.open).run()
 
 
 @device.command("generate")
