@@ -1,4 +1,4 @@
-"""Counts and times calls in a Prometheus registry; serves `/metrics` and a dashboard page that reads it.
+"""Counts and times calls in a Prometheus registry; serves `/metrics` and the dashboard, which reads it.
 
 Each metric is declared once: its labels, and what changes it. Gauges are read from the backend's
 current values on each scrape. Names of apps become labels, so their number is bounded. The page contains
@@ -203,6 +203,7 @@ _FILES = {
     "/": ("index.html", "text/html"),
     "/dashboard/style.css": ("style.css", "text/css"),
     "/dashboard/page.js": ("page.js", "text/javascript"),
+    "/dashboard/chat.js": ("chat.js", "text/javascript"),
     "/dashboard/icon.svg": ("icon.svg", "image/svg+xml"),
 }
 # Paths of the dashboard page, which contains no data.

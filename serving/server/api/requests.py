@@ -32,6 +32,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 Neutral = Mapping[str, tuple[Any, ...]]
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _LARGE_BYTES = 1 << 16
+# Names whatever model is served, so that apps need not know it.
+DEFAULT_MODEL = "default"
 
 
 async def read_raw(request: Request, most: int, within_s: float) -> bytes:
@@ -230,7 +232,7 @@ class ApiState:
         """Resolves a request's field `model`, NAME or NAME:ADAPTER, to the model and its adapter.
 
         Args:
-          name: value of the field; None for the served model.
+          name: value of the field; None or `DEFAULT_MODEL` for the served model.
           tagged: whether to accept NAME:latest.
 
         Raises:
@@ -238,10 +240,11 @@ class ApiState:
           Refused: the model is loading.
         """
         facts = self.backend.facts()
-        if name is None or name == facts.name or (tagged and name == f"{facts.name}:latest"):
-            return facts, ""
-        if name.startswith(f"{facts.name}:"):
-            return facts, self.adapter(name[len(facts.name) + 1 :])
+        for served in (facts.name, DEFAULT_MODEL):
+            if name in (None, served) or (tagged and name == f"{served}:latest"):
+                return facts, ""
+            if name is not None and name.startswith(f"{served}:"):
+                return facts, self.adapter(name[len(served) + 1 :])
         message = f"the model {name!r:.80} is not served; {facts.name!r} is"
         raise ApiError(message, status=404, code="model_not_found", param="model")
 

@@ -191,8 +191,8 @@ def test_ollama(served: Served) -> None:
         parts = client.chat("tiny:latest", HI, stream=True)
         assert "".join(each.message.content or "" for each in parts) == "Hello"
         options = {"seed": 3, "num_predict": 4}
-        assert client.generate("tiny", "Hi", system="Brief", options=options).response == "Hello"
-        parts = client.generate("tiny", "Hi", raw=True, stream=True)
+        assert client.generate("default", "Hi", system="Brief", options=options).response == "Hello"
+        parts = client.generate("default:latest", "Hi", raw=True, stream=True)
         assert "".join(each.response for each in parts) == "Hello"
         assert client.list().models[0].model == "tiny:latest"
         assert client.show("tiny").capabilities == ["completion"]
