@@ -44,7 +44,8 @@ raise ImportError({reason!r})
 
 class BuildKernels(build_ext):
     """Compiles each file with its own flags. An instruction set that does not compile is left out; where
-    anything else fails, there are no kernels. Both are said, and errors if JAXLLM_NATIVE is 1."""
+    anything else fails, there are no kernels. Both are said, and errors if JAXLLM_NATIVE is 1. If it is
+    "host", only what this processor would choose is built, and the portable kernels."""
 
     def run(self) -> None:
         """Builds the library, or in place of one that could not be built, or an older one, writes why."""
@@ -82,6 +83,7 @@ class BuildKernels(build_ext):
         extra = [f"-fsanitize={sanitize}", "-g", "-fno-omit-frame-pointer"] if sanitize else []
         refused: dict[str, str] = {}
         absent: list[str] = []
+        host = _host_instructions() if WANTED == "host" else ""
         # Versions of setuptools differ in what they call.
         self.compiler.spawn = self.compiler.call = _run
 
@@ -94,6 +96,10 @@ class BuildKernels(build_ext):
         def compiled_or_left_out(source: str) -> list[str]:
             file = Path(source).stem
             flags, name = INSTRUCTIONS.get(file, []), file.removeprefix("backend_")
+            if host and flags and file != host:
+                refused[name] = "JAXLLM_NATIVE=host: only those of this processor are built"
+                absent.append(name)
+                return []
             try:
                 return compiled(source, *flags)
             except CompileError as error:
@@ -117,6 +123,20 @@ class BuildKernels(build_ext):
         self.compiler.link_shared_object(
             objects, self.get_ext_fullpath(ext.name), extra_postargs=["-pthread", *extra], target_lang="c++"
         )
+
+
+def _host_instructions() -> str:
+    """The file in `INSTRUCTIONS` that this processor would choose; empty where the system does not say."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    line = next((each for each in text.splitlines() if each.startswith("flags")), "")
+    # Such as avx512_vnni for -mavx512vnni.
+    known = {each.replace("_", "") for each in line.split()}
+    wanted = {file: {flag[2:].replace("-", "") for flag in flags} for file, flags in INSTRUCTIONS.items()}
+    # The last ones are the fastest.
+    return next((file for file in reversed(INSTRUCTIONS) if wanted[file] and wanted[file] <= known), "")
 
 
 def _run(command: list[str], **_: object) -> None:

@@ -205,6 +205,20 @@ def write_kernels(folder: Path, broken: dict[str, str]) -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86 hosts")
 @pytest.mark.skipif(not shutil.which("g++"), reason="missing: g++")
+def test_a_build_for_this_processor_has_what_it_would_choose(tmp_path: Path) -> None:
+    write_kernels(tmp_path, {})
+    found = []
+    for wanted in ("", "host"):
+        assert build(tmp_path, JAXLLM_NATIVE=wanted).returncode == 0
+        (library,) = (tmp_path / "jaxllm/kernels").glob("_native*")
+        found.append(json.loads(python(REPORT, library).stdout))
+    (built, _, runs), (own, left_out, _) = found
+    assert own == [runs[0], "portable"]
+    assert set(left_out) == set(built) - set(own)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86 hosts")
+@pytest.mark.skipif(not shutil.which("g++"), reason="missing: g++")
 def test_an_instruction_set_that_does_not_compile_is_left_out_alone(tmp_path: Path) -> None:
     # One fails with its own flags, one with any.
     write_kernels(tmp_path, {"avx512": "defined(__AVX512F__)", "avxvnni": "1"})
