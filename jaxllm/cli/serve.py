@@ -12,7 +12,7 @@ from jaxllm.cli.shared_options import named_folders_option, path_option
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
 
-_PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
+PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 
 
 @click.command("serve", cls=EngineCommand)
@@ -99,7 +99,7 @@ def serve_command(config: Path | None, adapter: dict[str, Path], **given: Any) -
     Example:
       jaxllm serve --http 127.0.0.1:8080
     """
-    for package in _PACKAGES:
+    for package in PACKAGES:
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"the service needs the package {package}; run `pip install 'jaxllm[serve]'`")
     from jaxllm.cli.model_choice import speculation

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -130,16 +131,37 @@ def test_prompts() -> None:
 def test_demo(run: Run, roomy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxllm.serving.ground.bundles, "default_bundle", lambda: roomy)
     monkeypatch.setattr(jaxllm.serving.ground.bundles, "packaged_models", lambda: [])
-    got = answer(run("demo", "-n", 3, "--json"))
-    assert got["translations"] == []
+    monkeypatch.setattr(demo, "SMOLLM2", "no_such_package")
+    monkeypatch.setattr(demo, "PACKAGES", ("no_such_service",))
+    ended = run("demo", "-n", 3, "--json")
+    notes = ended.err.splitlines()
+    assert "packaged models answer instead" in notes[0]
+    assert notes[1:] == ["no service: no_such_service is missing; pip install 'jaxllm[serve,client]'"]
+    got = json.loads(ended.out)
+    assert (got["translations"], got["service"]) == ([], None)
     assert (got["model"], got["weights"], got["parameters"]) == ("tiny", "f32", parameter_count(TINY))
     assert (len(got["answers"]), got["judged"]) == (21, 15)
     assert got["right"] == sum(each["right"] is True for each in got["answers"])
-    out = succeeded(run("demo", "-n", 3, "-m", roomy))
+    out = run("demo", "-n", 3).out
     for each in got["answers"]:
         assert 0 < each["completion_tokens"] <= 3
         assert each["prompt"].splitlines()[0] in out
     assert f"{got['right']} of 15 right" in out
+
+
+@pytest.mark.slow
+def test_demo_of_a_chat_model(run: Run, roomy: Path) -> None:
+    """A conversation, its speed beside the memory, and the answer of a real service."""
+    out = succeeded(run("demo", "-m", roomy))
+    assert all(text in out for text in demo._data()["chat"])
+    assert re.search(r"a token reads 0\.\d MB of weights: .* GB/s of this machine's memory\n", out)
+    assert re.search(r"(not )?met  \[first after .* ms, then .* ms per token\]\n$", out)
+    got = answer(run("demo", "-m", roomy, "--json"))
+    spent = got["step_bytes"] * got["median_decode_tokens_per_s"]
+    assert got["bandwidth_share"] == pytest.approx(spent / got["memory_bytes_per_s"])
+    assert [each["prompt"] for each in got["answers"]] == demo._data()["chat"]
+    assert got["service"]["level"] == 100
+    assert got["service"]["text"]
 
 
 @pytest.mark.slow

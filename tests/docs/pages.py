@@ -6,7 +6,7 @@ A comment before a block says how it is run:
   <!-- service -->         by the full suite, with a running service at 127.0.0.1:8080 (see `running_service`)
   <!-- needs: data -->     where that is: `data` (the folder JAXLLM_DATA), or a Python package
   <!-- input: text -->     with this text on standard input
-  <!-- prints: text -->    what each of its commands prints has this text
+  <!-- prints: text -->    what it prints, or each of its commands, has this text
 """
 
 import dataclasses

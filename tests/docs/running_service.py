@@ -1,4 +1,4 @@
-"""A service of the packaged model, and what runs the documentation's blocks that call it.
+"""A service, and what runs the documentation's blocks that call it.
 
 Blocks name 127.0.0.1:8080, the socket of a user, and a context called NAME; the service listens elsewhere,
 and NAME is the last context that a block of the page has made.
@@ -18,7 +18,7 @@ from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.models.lora import LoraConfig
 from jaxllm.serving.ground.bundles import open_model
 from tests.docs.pages import Block, commands_of
-from tests.docs.world import close_all
+from tests.docs.world import at_hand, close_all, require_printed
 from tests.models.test_lora import random_adapter
 from tests.serving.server.daemons import Process
 
@@ -31,20 +31,22 @@ _ADAPTERS = ("formal", "kind-2")
 class RunningService:
     """A service with contexts and adapters, and the blocks that call it."""
 
-    def __init__(self, folder: Path, cache: Path) -> None:
+    def __init__(self, folder: Path, cache: Path, model: str = "default") -> None:
         """Starts it.
 
         Args:
           folder: an empty one, for all that it keeps.
           cache: of compiled buckets and profiles.
+          model: that answers.
         """
         self._folder, self._socket = folder, folder / "jaxllm.sock"
-        cfg = open_model(None).cfg
+        cfg = open_model(model).cfg
         for seed, name in enumerate(_ADAPTERS):
             lora = LoraConfig(rank=2, alpha=4)
             write_adapter(folder / "adapters" / name, cfg, lora, random_adapter(cfg, lora, seed))
         self._process = Process(
-            folder, "--http", "127.0.0.1:0", "--socket", self._socket, "--contexts", folder / "contexts",
+            folder, "--model", model, "--http", "127.0.0.1:0", "--socket", self._socket,
+            "--contexts", folder / "contexts",
             "--adapter", f"formal={folder / 'adapters/formal'}", "--adapters", folder / "adapters",
             environment={"JAXLLM_CACHE": str(cache)},
         )  # fmt: skip
@@ -79,11 +81,13 @@ class RunningService:
         Raises:
           AssertionError: a command or a request of it fails.
         """
+        block = at_hand(block)
         if block.language == "python":
             source = block.body.replace(_URL, self._url).replace(_SOCKET, str(self._socket))
             before = dict(self._names)
-            with contextlib.redirect_stdout(io.StringIO()):
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
                 exec(compile("\n" * block.line + source, block.page, "exec"), self._names)
+            require_printed(printed.getvalue(), block)
             # A client whose name a block gives to the next would leave its socket to some later test.
             close_all({name: value for name, value in before.items() if self._names.get(name) is not value})
         for command in commands_of(block) if block.language == "sh" else ():

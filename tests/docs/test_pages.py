@@ -10,7 +10,7 @@ import pytest
 
 from tests.docs.pages import RUN, SHOWN, Block, blocks_of, pages, text_of
 from tests.docs.running_service import RunningService
-from tests.docs.world import Missing, World
+from tests.docs.world import REAL, Missing, World, real_model
 
 pytestmark = pytest.mark.usefixtures("kept_buckets")
 
@@ -50,9 +50,12 @@ def test_all_blocks_run(page: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_blocks_call_a_service(tmp_path: Path, documentation_cache: Path) -> None:
-    with RunningService(tmp_path, documentation_cache) as service:
-        for page in CALLING:
+@pytest.mark.parametrize("real", [False, True])
+def test_blocks_call_a_service(real: bool, tmp_path: Path, documentation_cache: Path) -> None:
+    """On pages that begin with the real model it answers, where it is here."""
+    model = (real_model() if real else "") or "default"
+    with RunningService(tmp_path, documentation_cache, model) as service:
+        for page in [page for page in CALLING if (REAL in text_of(page)) == real]:
             service.turn_page()
             for block in filter(lambda block: block.calls, blocks_of(page)):
                 service.run(block)
