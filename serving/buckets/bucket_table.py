@@ -555,7 +555,7 @@ class BucketTable:
                 progress("compile", done, len(works))
 
         self._compiled_apart.update(bucket for bucket, *_ in works)
-        if why := compile_apart(works, folder.folder, folder.limit_bytes, report):
+        if why := compile_apart(works, folder, environment_facts(), report):
             _log.warning("not all buckets were compiled in another process, so they are here: %s", why)
 
     def _finish(self, bucket: Bucket) -> Any:

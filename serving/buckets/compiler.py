@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from jaxllm.serving.buckets.bucket import Bucket
-from jaxllm.serving.buckets.bucket_table import CompiledBucketFolder, environment_facts
 
 _BOOT = (
     "import json, sys; sys.path[:0] = json.loads(sys.argv[1]); "
     "from jaxllm.serving.host.jax_import import import_jax; import_jax(); "
-    "from jaxllm.serving.buckets.compiler import serve; serve()"
+    "from jaxllm.serving.buckets import bucket_table, compiler; "
+    "compiler.serve(bucket_table.CompiledBucketFolder, bucket_table.environment_facts())"
 )
 _DONE = b"."
 # A bucket, the argument of its `lower`, and its key on disk.
@@ -29,14 +29,14 @@ Work = tuple[Bucket, Any, str]
 
 
 def compile_apart(
-    works: Sequence[Work], folder: Path, limit_bytes: int, on_done: Callable[[int], None]
+    works: Sequence[Work], folder: Any, environment: dict[str, Any], on_done: Callable[[int], None]
 ) -> str:
     """Compiles buckets in another process and waits until they are stored.
 
     Args:
       works: buckets, each with its argument and key.
-      folder: folder of compiled buckets.
-      limit_bytes: its size limit.
+      folder: the `CompiledBucketFolder` that they are stored in.
+      environment: `environment_facts` of this process.
       on_done: called with the number of finished buckets, after each.
 
     Returns:
@@ -46,9 +46,9 @@ def compile_apart(
         return "this program has no Python to start another process with"
     from jaxllm.kernels import native
 
-    facts = environment_facts(), repr(native.kernels())
+    facts = environment, repr(native.kernels())
     try:
-        request = pickle.dumps((*facts, works, str(folder), limit_bytes))
+        request = pickle.dumps((*facts, works, str(folder.folder), folder.limit_bytes))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         # Such as a config of somebody's own architecture.
         return f"their description cannot be passed on ({error!s:.200})"
@@ -91,8 +91,13 @@ def compile_apart(
     return f"{done} of {len(works)} were: {said:.200}"
 
 
-def serve() -> None:
-    """The other process: compiles the buckets of the request on its input, and writes a byte after each."""
+def serve(make_folder: Callable[..., Any], own: dict[str, Any]) -> None:
+    """The other process: compiles the buckets of the request on its input, and writes a byte after each.
+
+    Args:
+      make_folder: `CompiledBucketFolder`.
+      own: `environment_facts` of this process.
+    """
     environment, kernels, works, folder, limit_bytes = pickle.load(sys.stdin.buffer)
 
     def watch() -> None:
@@ -105,9 +110,9 @@ def serve() -> None:
     from jaxllm.kernels import native
     from jaxllm.serving.host.machine import usable_cores
 
-    if environment_facts() != environment or repr(native.kernels()) != kernels:
+    if own != environment or repr(native.kernels()) != kernels:
         sys.exit("JAX is set up differently in another process (jax.config.update, or kernels of one's own)")
-    store = CompiledBucketFolder(Path(folder), limit_bytes=limit_bytes)
+    store = make_folder(Path(folder), limit_bytes=limit_bytes)
     out = os.dup(sys.stdout.fileno())
     # What libraries print is no answer.
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

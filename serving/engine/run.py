@@ -267,6 +267,10 @@ class Run:
         self.timings.total_ms = self.elapsed_ms
         self.pieces += [piece] if piece else []
 
+    def release(self) -> None:
+        """Drops the sampler, whose arrays have the size of the vocabulary: an ended run needs it no more."""
+        del self.sampler
+
     def flush(self) -> None:
         """Releases the withheld text after the answer has ended."""
         piece = self.stops.flush()

@@ -112,7 +112,8 @@ def process_memory() -> ProcessMemory:
 
 def parsed_memory(smaps: str, status: str) -> ProcessMemory:
     """Parses the texts of /proc/self/smaps and /proc/self/status."""
-    kinds, files = dict.fromkeys((HEAP, STACKS, CODE, RELOCATED, BLOCKS), 0), dict[str, int]()
+    kinds: dict[str, int] = dict.fromkeys((HEAP, STACKS, CODE, RELOCATED, BLOCKS), 0)
+    files: dict[str, int] = {}
     before = None
     for each in _mappings(smaps):
         kinds[_kind(each, before)] += each.anonymous
@@ -256,8 +257,9 @@ def _kind(each: _Mapping, before: _Mapping | None) -> str:
     if each.start % _ARENA_BYTES == 0 and each.end - each.start <= _ARENA_BYTES:
         return HEAP
     # The guard page of a thread's stack.
-    guarded = before is not None and before.end == each.start and before.rights.startswith("---")
-    return STACKS if guarded and before.end - before.start <= _LARGE_BYTES else BLOCKS
+    if before is None or before.end != each.start or not before.rights.startswith("---"):
+        return BLOCKS
+    return STACKS if before.end - before.start <= _LARGE_BYTES else BLOCKS
 
 
 def _read_facts(path: Path) -> str:

@@ -132,10 +132,10 @@ class Batch:
             limits,
         )
         # Both transfers wait for the device.
-        sampled, sizes = np.asarray(tokens), np.asarray(counts)
+        sampled, taken = np.asarray(tokens), np.asarray(counts)
         self._padding = list(caches[len(rows) :])
         return [
-            DecodedRow(sampled[at, : sizes[at]].tolist(), caches[at], row.sampler.after(progress[at]))
+            DecodedRow(sampled[at, : taken[at]].tolist(), caches[at], row.sampler.after(progress[at]))
             for at, row in enumerate(rows)
         ]
 

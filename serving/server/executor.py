@@ -450,6 +450,10 @@ class Executor:
     def _remove(self, job: Job, *, keep: bool = True) -> None:
         """Drops a job; stores its cache for calls with the same prefix, unless it depends on a source."""
         del self._jobs[job.id]
+        if job.run is not None:
+            # Tracebacks of connections that clients have left refer to calls until they are collected, which
+            # counts objects and not the bytes of their arrays: drop those here, and the cache below.
+            job.run.release()
         if job.context_call is not None:
             self.require_contexts().ended(job.call.app, job.context_call.record.name)
             return
@@ -457,7 +461,6 @@ class Executor:
             return
         kept = keep and job.run.request.source is None
         if not kept or not self.sessions.keep(job.call.app, job.call.prefix_key, job.run.session):
-            # What refers to the run may be garbage, which is collected later than caches fill memory.
             job.run.session.take()
 
 

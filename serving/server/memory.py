@@ -17,6 +17,7 @@ nothing.
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -391,6 +392,8 @@ class ServiceMemory:
             self._used_s = now
         elif self._used_s is not None and now - self._used_s >= _INTERVAL_S:
             self._used_s = None
+            # Of connections that clients have left, for example.
+            gc.collect()
             give_back_memory()
 
     def measure(self) -> None:
