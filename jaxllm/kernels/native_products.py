@@ -1,8 +1,10 @@
 """Calls of the native products, for compiled steps: plain, of experts, with a static scale and its shadow.
 
 Activations are quantized on the fly to 8 bits, with one scale per token and 256 inputs, or with a given
-static `step` in [1e-30, 1e30], at which values beyond ±127 steps are clipped. A token with NaN or infinity
-among its activations gives NaN; magnitudes under 1e-30 count as zero.
+static `step` in [1e-30, 1e30], at which values beyond ±127 steps are clipped. With scales of their own the
+two largest of 256 have 7 bits more, so that they do not make the steps of the others coarse (outliers apart,
+as in LLM.int8(), arXiv 2208.07339, but in integers). A token with NaN or infinity among its activations gives
+NaN; magnitudes under 1e-30 count as zero.
 
 With a step a product may add its shadow itself: the excess beyond 127 steps is found when activations are
 quantized, and multiplied in floats with the rows of its channels while the product's results are in the

@@ -192,7 +192,7 @@ def test_answers_are_timed_and_repeated_and_scores_are_losses(server):
     assert min(answer["prefill_ms"], answer["decode_ms"]) > 0
     assert server._session.calls == [("prefill", "b"), ("decode", "b")] * 3
     assert answer["peak_bytes"] > 1 << 20
-    assert server.handle({"do": "score", "tokens": [1, 2], "targets": [2, 3]})["loss"] == 1.0
+    assert server.handle({"do": "score", "tokens": [1, 2], "targets": [2, 3]})["losses"] == [0.5, 0.5]
 
 
 def test_failures_become_answers(server, capsys):

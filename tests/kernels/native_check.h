@@ -338,18 +338,22 @@ struct Shadow {
   Buffer<int32_t> count;
 };
 
-// Activations as the kernels see them: 8 bits, a scale for each 256 inputs of a segment.
+// Activations as the kernels see them: 8 bits, a scale for each 256 inputs of a segment, of which the two
+// largest may have more.
 inline std::vector<double> rounded(const std::vector<float>& x, size_t rows, size_t segments, size_t length) {
   std::vector<double> out(x.size());
   for (size_t row = 0; row < rows * segments; row++) {
     for (size_t from = 0; from < length; from += 256) {
       const size_t to = std::min(length, from + 256);
-      float top = 0;
-      for (size_t i = from; i < to; i++) top = std::max(top, fabsf(x[row * length + i]));
-      if (top < 1e-30f) continue;
-      const float factor = 127.0f / top, step = top / 127.0f;
+      std::vector<float> sizes(3);
+      for (size_t i = from; i < to; i++) sizes.push_back(fabsf(x[row * length + i]));
+      std::sort(sizes.rbegin(), sizes.rend());
+      if (sizes[0] < 1e-30f) continue;
+      const float top = std::max(sizes[2], sizes[0] / 128), factor = 127.0f / top, step = top / 127.0f;
       for (size_t i = from; i < to; i++) {
-        out[row * length + i] = static_cast<double>(rintf(x[row * length + i] * factor)) * step;
+        const float steps = x[row * length + i] * factor;
+        const float level = fabsf(steps) > 127 ? truncf(steps + copysignf(0.5f, steps)) : rintf(steps);
+        out[row * length + i] = static_cast<double>(level) * step;
       }
     }
   }

@@ -1,9 +1,9 @@
 """Computes in numpy and float64 what the native kernels must give, and bounds of their error.
 
-A product's activations are rounded to 8 bits, one scale for each 256 inputs of a row. In float32 this
-rounding is exact, so what is left is the rounding of float sums: `ULPS` of the sum of magnitudes. Where the
-kernels' input is only known with an error (behind a norm, or a first product), a value may land on the
-other side of a tie: `rounded` says which ones, and their whole step counts.
+A product's activations are rounded to 8 bits, one scale for each 256 inputs of a row, whose two largest may
+have more levels. In float32 this rounding is exact, so what is left is the rounding of float sums: `ULPS` of
+the sum of magnitudes. Where the kernels' input is only known with an error (behind a norm, or a first
+product), a value may land on the other side of a tie: `rounded` says which ones, and their whole step counts.
 
 For many rows, kernels may first widen narrower weights to 8 bits of one scale per output and span, which
 rounds the weights once more (`widened`): a row is computed with the one or the other.
@@ -17,7 +17,7 @@ import scipy.special
 from jaxllm.quant import BlockedArray
 from tests.quant.plain import levels_of, minimum_of, step_of, wide
 
-SPAN = 256
+SPAN, OUTLIERS, MOST_LEVELS = 256, 2, 127 * 128
 # A sum of 8 groups and of some spans, each scaled twice: a dozen roundings of 2**-24.
 ULPS = 1.2e-6
 # Under this, activations count as zero.
@@ -63,12 +63,10 @@ def rounded(x: Known, segments: int = 1) -> Known:
     for at in range(0, value.shape[-1], SPAN):
         part = np.s_[..., at : at + SPAN]
         v, e = x.value.reshape(shape)[part], x.error.reshape(shape)[part]
-        top = np.abs(v).max(-1, keepdims=True)
-        most = (np.abs(v) + e).max(-1, keepdims=True)
-        least = np.maximum((np.abs(v) - e).max(-1, keepdims=True), 0)
+        top, most, least = (_top(each) for each in (np.abs(v), np.abs(v) + e, np.maximum(np.abs(v) - e, 0)))
         levels, step = _levels(v, top), _step(top)
         bounds = [
-            _levels(v + sign * e, np.clip(end, TINY, None)) for sign in (-1, 1) for end in (least, most)
+            _levels(v + sign * e, np.clip(end, TINY / 128, None)) for sign in (-1, 1) for end in (least, most)
         ]
         value[part] = levels * step
         error[part] = step * np.abs(np.stack(bounds) - levels).max(0) * np.any(e) + (
@@ -77,16 +75,27 @@ def rounded(x: Known, segments: int = 1) -> Known:
     return Known(value.reshape(x.value.shape), error.reshape(x.value.shape))
 
 
+def _top(magnitudes: np.ndarray) -> np.ndarray:
+    """What has 127 levels: the largest behind the outliers, unless these would have too many; 0 for zeros."""
+    ordered = np.sort(magnitudes.astype(np.float32), -1)
+    most = ordered[..., -1:]
+    few = ordered.shape[-1] <= OUTLIERS
+    behind = np.zeros_like(most) if few else ordered[..., -OUTLIERS - 1, None]
+    return np.where(most >= np.float32(TINY), np.maximum(behind, most / np.float32(128)), 0)
+
+
 def _levels(x: np.ndarray, top: np.ndarray) -> np.ndarray:
-    """To whole numbers in [-127, 127], in float32, as every processor does it."""
-    some = top >= np.float32(TINY)
-    factor = np.float32(127) / np.where(some, top, 1).astype(np.float32)
-    return np.where(some, np.clip(np.rint(x.astype(np.float32) * factor), -127, 127), 0).astype(np.float64)
+    """To whole numbers, in float32, as every processor does it."""
+    factor = np.float32(127) / np.where(top > 0, top, 1).astype(np.float32)
+    steps = np.clip(x.astype(np.float32) * factor, -MOST_LEVELS, MOST_LEVELS)
+    rounded = np.where(
+        np.abs(steps) > 127, np.trunc(steps + np.copysign(np.float32(0.5), steps)), np.rint(steps)
+    )
+    return np.where(top > 0, rounded, 0).astype(np.float64)
 
 
 def _step(top: np.ndarray) -> np.ndarray:
-    top = np.where(top >= np.float32(TINY), top, 0).astype(np.float32)
-    return (top / np.float32(127)).astype(np.float64)
+    return (top.astype(np.float32) / np.float32(127)).astype(np.float64)
 
 
 def matrix(weight: BlockedArray, *, widened: bool = False) -> np.ndarray:

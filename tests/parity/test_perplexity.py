@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from jaxllm import Engine
+from jaxllm import Engine, EngineOptions
 from jaxllm.checkpoints.huggingface import read_config, read_params
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.serving.evaluation.texts import perplexity
+from jaxllm.serving.runners.scorer import Scorer
 from tests import tiny_hf
 
 torch = pytest.importorskip("torch")
@@ -81,6 +82,26 @@ def full(stories_folder, documents):
 def test_narrow_weights_cost_little(stories_folder, documents, full, weights, bound):
     narrow = perplexity(engine_at(stories_folder, weights), documents[:40]).perplexity
     assert abs(narrow / full - 1) < bound
+
+
+@shipped
+@pytest.mark.slow
+def test_outliers_of_a_real_model_cost_little(data_dir):
+    """By squared differences of log-probabilities, which are twice what a token costs while that is little:
+    one scale for all of 256 activations, outliers among them, would give 0.05."""
+    model = data_dir / "models" / "smollm2-135m-instruct" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    text = data_dir / "text" / "wikitext2_valid.txt"
+    if not (model.is_file() and text.is_file()):
+        pytest.skip(f"{model} or {text} is missing")
+    found = []
+    for weights in ("f32", "int8"):
+        options = EngineOptions(context_tokens=256, chunk_tokens=(256,), cache_tokens=(256,))
+        engine = Engine.open(model, weights=weights, options=options, warm_up=False)
+        ids = engine.tokenizer.encode(text.read_text(encoding="utf-8")[:4000])[:257]
+        scorer = Scorer(engine.runner)
+        scorer.prepare(256)
+        found.append(scorer.score(ids[:-1], ids[1:]))
+    assert np.square(found[0] - found[1]).mean() < 0.02
 
 
 PROMPTS, NEW_TOKENS = 20, 200

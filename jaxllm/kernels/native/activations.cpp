@@ -83,14 +83,17 @@ bool prepare_rows(const float* x, size_t x_stride, size_t rows, const Inputs& in
   for (size_t i = 0; i < low_count; i++) low_stride += lows[i].rank;
   // 64 more bytes: a tile reads two blocks at a time, also from a row's last.
   const size_t data_bytes = padded * stride + 64, row_words = 2 * spans + blocks + low_stride;
-  char* memory = static_cast<char*>(thread_scratch(kActivations, data_bytes + rows * row_words * 4 + 64));
+  const size_t outlier_bytes = step.size > 0 || step.plain ? 0 : rows * spans * sizeof(Outliers);
+  char* memory = static_cast<char*>(
+      thread_scratch(kActivations, data_bytes + rows * row_words * 4 + outlier_bytes + 64));
   if (!memory) return false;
   int8_t* q = reinterpret_cast<int8_t*>(memory);
   float* scale = reinterpret_cast<float*>(memory + (data_bytes + 63) / 64 * 64);
   int32_t* span_sum = reinterpret_cast<int32_t*>(scale + rows * spans);
   int32_t* block_sum = span_sum + rows * spans;
   float* low = reinterpret_cast<float*>(block_sum + rows * blocks);
-  prepared = {{q, stride, scale, span_sum, block_sum}, low, low_stride, {}};
+  Outliers* outliers = outlier_bytes ? reinterpret_cast<Outliers*>(low + rows * low_stride) : nullptr;
+  prepared = {{q, stride, scale, span_sum, block_sum, outliers}, low, low_stride, {}};
   // Each task marks the channels that lie beyond in its rows.
   const size_t tasks = (rows + kRowsPerTask - 1) / kRowsPerTask;
   float* factor = nullptr;
@@ -118,7 +121,8 @@ bool prepare_rows(const float* x, size_t x_stride, size_t rows, const Inputs& in
     }
     int8_t* to = q + row * stride;
     kernels.quantize(from, in, step.size, to, scale + row * spans, span_sum + row * spans,
-                     block_sum + row * blocks, marks ? marks + task * width : nullptr);
+                     block_sum + row * blocks, outliers ? outliers + row * spans : nullptr,
+                     marks ? marks + task * width : nullptr);
     memset(to + used, 0, stride - used);
     float* sums = low + row * low_stride;
     for (size_t i = 0; i < low_count; i++) {

@@ -26,6 +26,8 @@ constexpr int kPanel = 16;  // outputs of a block
 constexpr int kBlock = 32;  // inputs of a block
 constexpr int kSpan = 256;  // inputs that share one activation scale
 constexpr int kSpanBlocks = kSpan / kBlock;
+constexpr int kOutliers = 2;                   // inputs of a span that may lie beyond 127 steps
+constexpr int kOutlierSteps = 128;             // that a level of their high parts counts
 constexpr size_t kChannelsBytes = kPanel * 4;  // of nested scales: a panel's floats
 constexpr size_t kFactorsBytes = kPanel / 2;   // and its factors of a group
 constexpr int kTaskPanels = 4;  // outputs / 16 that one task of a product with many rows computes
@@ -71,14 +73,24 @@ struct Matrix {
   size_t groups() const { return group ? (inputs.length + group - 1) / group : 1; }  // of a segment
 };
 
-// Activations in 8 bits, one scale per span: value = q * scale. Rows that held NaN or infinity have NaN
-// for all scales; magnitudes under 1e-30 count as zero.
+// What a row's largest inputs have in a span besides their levels, by quarters of 4 inputs, zeros behind the
+// last: value = (q + 128 * high) * scale. So the others have a step as fine as theirs allows.
+struct Outliers {
+  int8_t high[kOutliers][4];
+  int16_t sum[kOutliers];      // of a quarter's
+  uint8_t quarter[kOutliers];  // which one of the span's
+  bool some;
+};
+
+// Activations in 8 bits, one scale per span: value = q * scale, and what outliers have besides. Rows that
+// held NaN or infinity have NaN for all scales; magnitudes under 1e-30 count as zero.
 struct Activations {
   const int8_t* q;           // [rows rounded up to 16][stride], zeros where there is no input
   size_t stride;             // bytes: a multiple of 64
   const float* scale;        // [rows][all_spans]
   const int32_t* span_sum;   // [rows][all_spans]
   const int32_t* block_sum;  // [rows][all_blocks]
+  const Outliers* outliers;  // [rows][all_spans], or null for none
 };
 
 // How chunks of a cache are kept as bytes (jaxllm/contexts/codecs.py).
@@ -189,19 +201,21 @@ enum Activation { kSilu, kGelu, kGeluTanh, kRelu };
 
 struct Backend {
   const char* name;
-  // x [length of all inputs] -> one row of Activations. `scale` and the sums point at the row's own. With a
-  // `step` above 0 that is the scale of all spans, and what lies beyond 127 steps is clipped: its places in
-  // `beyond` [length of all inputs], unless that is null, become 1, and all others stay as they are.
+  // x [length of all inputs] -> one row of Activations. `scale`, the sums and `outliers`, which may be null,
+  // point at the row's own. With a `step` above 0 that is the scale of all spans, there are no outliers, and
+  // what lies beyond 127 steps is clipped: its places in `beyond` [length of all inputs], unless that is
+  // null, become 1, and all others stay as they are.
   void (*quantize)(const float* x, const Inputs&, float step, int8_t* q, float* scale, int32_t* span_sum,
-                   int32_t* block_sum, uint8_t* beyond);
+                   int32_t* block_sum, Outliers* outliers, uint8_t* beyond);
   // Returns what all of x was multiplied with besides the scale.
   float (*rms_norm)(const float* x, const float* scale, float eps, size_t width, float* out);
   // One row: outputs of panels [from, to), to y[0...] (16 floats per panel).
   void (*row_panels)(const Matrix&, const Activations&, size_t from, size_t to, float* y);
-  // One row: what one span of inputs gives panels [from, to), before its scales; and from that of all spans,
-  // [all_spans][panels * 16], all outputs, y [panels * 16].
-  void (*row_span)(const Matrix&, const Activations&, size_t span, size_t from, size_t to, float* y);
-  void (*join_spans)(const Matrix&, const Activations&, const float* parts, float* y);
+  // One row: what one span of inputs gives panels [from, to), before its scales, and what its outliers give
+  // besides; and from those of all spans, [all_spans][panels * 16], all outputs, y [panels * 16].
+  void (*row_span)(const Matrix&, const Activations&, size_t span, size_t from, size_t to, float* y,
+                   float* high);
+  void (*join_spans)(const Matrix&, const Activations&, const float* parts, const float* high, float* y);
   // Rows [from, to), at most kTaskRows of them, of at most kTaskPanels panels from `panel` on: out
   // [rows][kTaskPanels * 16]. Scratch: kTaskScratchBytes.
   void (*tile)(const Matrix&, const Activations&, size_t from, size_t to, size_t panel, size_t panels,

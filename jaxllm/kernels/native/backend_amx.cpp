@@ -92,6 +92,10 @@ void tile_amx(const Matrix& m, const Activations& a, size_t from, size_t to, siz
                  out + (row - from) * out_stride + p * kPanel, out_stride, span == 0);
       }
     }
+    if (a.outliers) {
+      add_unpacked_high<1, false>(m, a, span, from, to, panels, operands, steps * kStepBlocks, kBias8,
+                                  channel, 1, out, [](const uint8_t* w) { return wbiased(wload(w)); });
+    }
   }
   _tile_release();
 }

@@ -151,6 +151,12 @@ void pair_tile(const PairTile& t) {
   }
 }
 
+void add_high(const Matrix& m, const Activations& a, size_t span, size_t from, size_t to, size_t panel,
+              size_t panels, float* out) {
+  if (!a.outliers) return;
+  OF_FORMAT(m, add_high_of, m, a, span, from, to, panel, panels, out)
+}
+
 template <Ending How, class Number>
 void paired(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
             Number* out, void* scratch) {
@@ -183,6 +189,7 @@ void paired(const Matrix& m, const Activations& a, size_t from, size_t to, size_
         pair_tile<How, pairs>(t);
       }
     }
+    if constexpr (How != kIntegers) add_high(m, a, span, from, to, panel, panels, out);
   }
 }
 

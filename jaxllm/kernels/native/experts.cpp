@@ -81,8 +81,12 @@ Failure visit_experts(const float* x, size_t width, Norm norm, const Tile* tiles
     if (!rows) return kNoMemory;
     for (size_t row = 0; row < tile.rows; row++)
       memcpy(rows + row * width, x + static_cast<size_t>(tile.tokens[row]) * width, width * sizeof(float));
-    const Failure failure = feed_forward(rows, tile.rows, width, norm, {}, experts[tile.expert], units,
-                                         activation, false, y + tile.start * width);
+    const Block& expert = experts[tile.expert];
+    Steps steps{};
+    // What is begun with the high planes of gate and up is finished without them.
+    steps.in.plain = expert.up.stored.nested;
+    const Failure failure = feed_forward(rows, tile.rows, width, norm, steps, expert, units, activation,
+                                         false, y + tile.start * width);
     if (failure) return failure;
   }
   return nullptr;

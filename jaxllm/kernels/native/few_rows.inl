@@ -154,8 +154,9 @@ void few_rows_of(const Matrix& m, const Activations& a, size_t from, size_t to, 
     for (size_t span = 0; span < m.inputs.all_spans(); span++) {
       for (size_t row = from; row < to; row += kRowsTogether) {
         const size_t rows = to - row < kRowsTogether ? to - row : kRowsTogether;
-        few_spans<Bits, How, kRowsTogether>(m, a, span, row, rows, panel + p, width,
-                                            out + (row - from) * kTaskPanels * kPanel + p * kPanel);
+        float* to_rows = out + (row - from) * kTaskPanels * kPanel + p * kPanel;
+        few_spans<Bits, How, kRowsTogether>(m, a, span, row, rows, panel + p, width, to_rows);
+        if (a.outliers) add_high_of<Bits, How>(m, a, span, row, row + rows, panel + p, width, to_rows);
       }
     }
   }

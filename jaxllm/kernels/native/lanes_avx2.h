@@ -110,6 +110,12 @@ inline void istore(void* p, I x) {
 inline I iadd(I x, I y) { return {_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b)}; }
 inline I iand(I x, I y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
 inline I imax(I x, I y) { return {_mm256_max_epi32(x.a, y.a), _mm256_max_epi32(x.b, y.b)}; }
+// See lanes_avx512.h.
+inline uint32_t ilarger(I x, I y) {
+  const int a = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(x.a, y.a)));
+  const int b = _mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(x.b, y.b)));
+  return static_cast<uint32_t>(a | b << 8);
+}
 inline int32_t isum(I x) {
   int32_t lanes[16], sum = 0;
   istore(lanes, x);

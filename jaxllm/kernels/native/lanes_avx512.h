@@ -96,6 +96,8 @@ inline void istore(void* p, I a) { _mm512_storeu_si512(p, a); }
 inline I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
 inline I iand(I a, I b) { return _mm512_and_si512(a, b); }
 inline I imax(I a, I b) { return _mm512_max_epi32(a, b); }
+// Bit j is set where a is larger in lane j.
+inline uint32_t ilarger(I a, I b) { return _mm512_cmpgt_epi32_mask(a, b); }
 inline int32_t isum(I a) { return _mm512_reduce_add_epi32(a); }
 inline int32_t itop(I a) { return _mm512_reduce_max_epi32(a); }
 inline void store_bytes(int8_t* p, I a) {

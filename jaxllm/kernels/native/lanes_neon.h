@@ -107,6 +107,13 @@ inline void istore(void* p, I a) {
 inline I iadd(I a, I b) { return EACH(vaddq_s32(a.v[j], b.v[j])); }
 inline I iand(I a, I b) { return EACH(vandq_s32(a.v[j], b.v[j])); }
 inline I imax(I a, I b) { return EACH(vmaxq_s32(a.v[j], b.v[j])); }
+// See lanes_avx512.h.
+inline uint32_t ilarger(I a, I b) {
+  const uint32x4_t bits = {1, 2, 4, 8};
+  uint32_t all = 0;
+  for (int j = 0; j < 4; j++) all |= vaddvq_u32(vandq_u32(vcgtq_s32(a.v[j], b.v[j]), bits)) << (4 * j);
+  return all;
+}
 inline int32_t isum(I a) {
   return vaddvq_s32(vaddq_s32(vaddq_s32(a.v[0], a.v[1]), vaddq_s32(a.v[2], a.v[3])));
 }

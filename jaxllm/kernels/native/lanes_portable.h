@@ -121,6 +121,12 @@ inline void istore(void* p, I a) { memcpy(p, &a.v, sizeof a.v); }
 inline I iadd(I a, I b) { return {a.v + b.v}; }
 inline I iand(I a, I b) { return {a.v & b.v}; }
 inline I imax(I a, I b) { return {a.v > b.v ? a.v : b.v}; }
+// See lanes_avx512.h.
+inline uint32_t ilarger(I a, I b) {
+  uint32_t all = 0;
+  for (int j = 0; j < 16; j++) all |= static_cast<uint32_t>(a.v[j] > b.v[j]) << j;
+  return all;
+}
 inline int32_t isum(I a) {
   int32_t sum = 0;
   for (int j = 0; j < 16; j++) sum += a.v[j];

@@ -137,20 +137,22 @@ bool reduce_row(const Matrix& m, const Activations& a, size_t outputs, const flo
   const size_t team = static_cast<size_t>(threads()), last = std::min(spans, team), whole = spans - last;
   const size_t cuts = std::max<size_t>(1, std::min((4 * team + last - 1) / last, m.panels / 8));
   const size_t per_cut = (m.panels + cuts - 1) / cuts;
-  float* parts = static_cast<float*>(thread_scratch(kTaskOut, (spans + 1) * padded * sizeof(float)));
+  float* parts = static_cast<float*>(thread_scratch(kTaskOut, (2 * spans + 1) * padded * sizeof(float)));
   if (!parts) return false;
-  float* sums = parts + spans * padded;
+  float *high = parts + spans * padded, *sums = high + spans * padded;
   const Backend& kernels = backend();
   parallel(
       whole + last * cuts,
       [&](size_t task) {
-        if (task < whole) return kernels.row_span(m, a, task, 0, m.panels, parts + task * padded);
+        if (task < whole)
+          return kernels.row_span(m, a, task, 0, m.panels, parts + task * padded, high + task * padded);
         const size_t span = whole + (task - whole) / cuts, from = (task - whole) % cuts * per_cut;
         const size_t to = std::min(m.panels, from + per_cut);
-        if (from < to) kernels.row_span(m, a, span, from, to, parts + span * padded + from * kPanel);
+        const size_t at = span * padded + from * kPanel;
+        if (from < to) kernels.row_span(m, a, span, from, to, parts + at, high + at);
       },
       next);
-  kernels.join_spans(m, a, parts, sums);
+  kernels.join_spans(m, a, parts, high, sums);
   for (size_t i = 0; i < outputs; i++) y[i] = residual ? sums[i] + residual[i] : sums[i];
   change.add(0, 1, 0, outputs, y, outputs, nullptr);
   return true;
@@ -377,7 +379,7 @@ Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_
       span_sum[row * spans + span] = sum;
     }
   }
-  const Activations a{q, stride, nullptr, span_sum, nullptr};
+  const Activations a{q, stride, nullptr, span_sum, nullptr, nullptr};
   const Tiling tiling{rows, m.panels};
   const Backend& kernels = backend();
   std::atomic<bool> failed{false};

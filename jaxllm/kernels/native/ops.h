@@ -52,8 +52,9 @@ struct FloatRows {
 struct Step {
   float size;
   const int32_t*
-      place;          // [inputs]: of each input its row in the weights' FloatRows, or none: the weight's own
-  int32_t* channels;  // how many inputs lie beyond in some row; null for no such product
+      place;           // [inputs]: of each input its row in the weights' FloatRows, or none: the weight's own
+  int32_t* channels;   // how many inputs lie beyond in some row; null for no such product
+  bool plain = false;  // with scales of their own, and no outliers
 };
 
 // What is done to the rows of x before a product: nothing, or a root-mean-square norm.

@@ -195,6 +195,69 @@ ALWAYS_INLINE I group_dot(const uint8_t* w, size_t block_stride, size_t low, con
   return dots;
 }
 
+// The four inputs' weights of a block that stand at `quarter`.
+template <int Bits>
+ALWAYS_INLINE W quarter_of(const uint8_t* block, size_t quarter) {
+  if constexpr (Bits == 8) {
+    return wbiased(wload(block + 64 * quarter));
+  } else if constexpr (Bits == 4) {
+    W low, high;
+    wnibbles(block + 64 * (quarter / 2), low, high);
+    return quarter % 2 ? high : low;
+  } else {
+    W all[4];
+    wcrumbs(block + 64 * (quarter / 4), all);
+    return quarter % 2 ? (quarter % 4 == 1 ? all[1] : all[3]) : (quarter % 4 == 0 ? all[0] : all[2]);
+  }
+}
+
+// A row's outliers in a span as operands, with what takes the bias off their products.
+struct HighOperands {
+  X four[kOutliers];
+  I none[kOutliers], none_at_all;
+  ALWAYS_INLINE HighOperands(const Outliers& o, int bias) {
+    int32_t all = 0;
+    UNROLL for (int e = 0; e < kOutliers; e++) {
+      four[e] = xload(o.high[e]);
+      none[e] = iset(-bias * o.sum[e]);
+      all += o.sum[e];
+    }
+    none_at_all = iset(-bias * all);
+  }
+};
+
+// What the high parts of a span's outliers give a panel, before the row's scale and, of weights with one for
+// each output, the weight's.
+template <int Bits, Scaling How>
+ALWAYS_INLINE F high_part(const Matrix& m, const Outliers& o, const HighOperands& high, size_t span,
+                          size_t panel) {
+  const Inputs& in = m.inputs;
+  const size_t first = in.span_block(span), segment = span / in.spans();
+  const size_t local = first - segment * in.blocks(), low = low_plane(m), shift = group_shift(m);
+  const uint8_t* w = m.data + panel * m.panel_stride + first * m.block_stride;
+  I whole = high.none_at_all;
+  F part = fzero();
+  UNROLL for (int e = 0; e < kOutliers; e++) {
+    const size_t block = o.quarter[e] / 8, quarter = o.quarter[e] % 8;
+    const uint8_t* own = w + block * m.block_stride;
+    if constexpr (How == kChannels) {
+      whole = dot(whole, quarter_of<Bits>(own, quarter), high.four[e]);
+    } else {
+      I dots = dot(high.none[e], quarter_of<Bits>(own, quarter), high.four[e]);
+      if constexpr (How == kNested || How == kLate)
+        dots = dot(iadd(sixteenfold(dots), high.none[e]), quarter_of<Bits>(own + low, quarter), high.four[e]);
+      const auto scale = group_scales<How>(m, segment, (local + block) >> shift, panel, false);
+      part = fma(to_float(dots), scale(0), part);
+      if constexpr (How == kMinima) part = fma(to_float(iset(o.sum[e])), scale.minimum(0), part);
+    }
+  }
+  return How == kChannels ? to_float(whole) : part;
+}
+template <int Bits, Scaling How>
+ALWAYS_INLINE F high_part(const Matrix& m, const Outliers& o, size_t span, size_t panel) {
+  return high_part<Bits, How>(m, o, HighOperands(o, kOffset<Bits, How>), span, panel);
+}
+
 template <int Bits, Scaling How>
 void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to, float* y) {
   const Inputs& in = m.inputs;
@@ -229,6 +292,11 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
           b += blocks, w += blocks * m.block_stride, x += blocks * kBlock;
         }
         total = fma(part, fset(a.scale[span]), total);
+        if constexpr (How != kEarly) {
+          if (a.outliers && a.outliers[span].some)
+            total = fma(high_part<Bits, How>(m, a.outliers[span], span, panel),
+                        fset(kOutlierSteps * a.scale[span]), total);
+        }
       } else {
         I even = iset(-bias_of(Bits) * a.span_sum[span]), odd = izero();
         size_t b = 0;
@@ -242,6 +310,9 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
         const float* scale = static_cast<const float*>(m.scale);
         const F channel = fload(scale + (segment * m.scale_group_stride + panel * m.scale_panel_stride));
         total = fma(to_float(iadd(even, odd)), fmul(fset(a.scale[span]), channel), total);
+        if (a.outliers && a.outliers[span].some)
+          total = fma(high_part<Bits, How>(m, a.outliers[span], span, panel),
+                      fmul(fset(kOutlierSteps * a.scale[span]), channel), total);
       }
     }
     fstore(y, total);
@@ -252,7 +323,8 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
 // rows of a group of two together, while the sums of all panels wait in y, as whole numbers where all of a
 // span shares its scales.
 template <int Bits, Scaling How>
-void row_span_of(const Matrix& m, const Activations& a, size_t span, size_t from, size_t to, float* y) {
+void row_span_of(const Matrix& m, const Activations& a, size_t span, size_t from, size_t to, float* y,
+                 float* high) {
   const Inputs& in = m.inputs;
   const size_t first = in.span_block(span), count = in.span_blocks(span), panels = to - from;
   const size_t segment = span / in.spans(), local = first - segment * in.blocks(), shift = group_shift(m);
@@ -297,22 +369,29 @@ void row_span_of(const Matrix& m, const Activations& a, size_t span, size_t from
     }
     b += two ? 2 : 1;
   }
+  if (!a.outliers || !a.outliers[span].some) return;
+  const Outliers& o = a.outliers[span];
+  const HighOperands operands(o, kOffset<Bits, How>);
+  for (size_t p = 0; p < panels; p++)
+    fstore(high + p * kPanel, high_part<Bits, How>(m, o, operands, span, from + p));
 }
 
-void join_spans(const Matrix& m, const Activations& a, const float* parts, float* y) {
+void join_spans(const Matrix& m, const Activations& a, const float* parts, const float* high, float* y) {
   const size_t spans = m.inputs.all_spans(), stride = m.panels * kPanel;
   for (size_t panel = 0; panel < m.panels; panel++) {
     F total = fzero();
     for (size_t span = 0; span < spans; span++) {
-      const float* part = parts + span * stride + panel * kPanel;
-      const F row = fset(a.scale[span]);
-      if (m.group) {
-        total = fma(fload(part), row, total);
-      } else {
-        const float* scale = static_cast<const float*>(m.scale) +
-                             (span / m.inputs.spans() * m.scale_group_stride + panel * m.scale_panel_stride);
-        total = fma(to_float(iload(part)), fmul(row, fload(scale)), total);
+      const size_t at = span * stride + panel * kPanel;
+      const bool outliers = a.outliers && a.outliers[span].some;
+      F row = fset(a.scale[span]), high_row = fset(kOutlierSteps * a.scale[span]), part = fload(parts + at);
+      if (!m.group) {
+        const F scale =
+            fload(static_cast<const float*>(m.scale) +
+                  (span / m.inputs.spans() * m.scale_group_stride + panel * m.scale_panel_stride));
+        row = fmul(row, scale), high_row = fmul(high_row, scale), part = to_float(iload(parts + at));
       }
+      total = fma(part, row, total);
+      if (outliers) total = fma(fload(high + at), high_row, total);
     }
     fstore(y + panel * kPanel, total);
   }
@@ -338,6 +417,29 @@ void row_panels(const Matrix& m, const Activations& a, size_t from, size_t to, f
   OF_FORMAT(m, row_panels_of, m, a, from, to, y)
 }
 
-void row_span(const Matrix& m, const Activations& a, size_t span, size_t from, size_t to, float* y) {
-  OF_FORMAT(m, row_span_of, m, a, span, from, to, y)
+void row_span(const Matrix& m, const Activations& a, size_t span, size_t from, size_t to, float* y,
+              float* high) {
+  OF_FORMAT(m, row_span_of, m, a, span, from, to, y, high)
+}
+
+// Adds what the high parts of a span's outliers give rows [from, to) and some panels to `out` (see `tile`),
+// from weights as they are stored.
+template <int Bits, Scaling How>
+void add_high_of(const Matrix& m, const Activations& a, size_t span, size_t from, size_t to, size_t panel,
+                 size_t panels, float* out) {
+  const size_t spans = m.inputs.all_spans();
+  const float* scale = static_cast<const float*>(m.scale) + span / m.inputs.spans() * m.scale_group_stride;
+  for (size_t row = from; row < to; row++, out += kTaskPanels * kPanel) {
+    const Outliers& o = a.outliers[row * spans + span];
+    if (!o.some) continue;
+    const F steps = fset(kOutlierSteps * a.scale[row * spans + span]);
+    const HighOperands operands(o, kOffset<Bits, How>);
+    for (size_t p = 0; p < panels; p++) {
+      F factor = steps;
+      if constexpr (How == kChannels)
+        factor = fmul(factor, fload(scale + (panel + p) * m.scale_panel_stride));
+      fstore(out + p * kPanel,
+             fma(high_part<Bits, How>(m, o, operands, span, panel + p), factor, fload(out + p * kPanel)));
+    }
+  }
 }

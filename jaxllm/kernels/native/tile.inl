@@ -233,6 +233,48 @@ void span_tile(const SpanTile& t, size_t rows) {
   }
 }
 
+// Adds what the high parts of a span's outliers give rows [from, to) of a tile, from unpacked weights, which
+// `load` makes operands with a `bias`; scales as in SpanTile.
+template <int Panels, bool Grouped, class Load>
+void add_unpacked_high(const Matrix& m, const Activations& a, size_t span, size_t from, size_t to,
+                       size_t panels, const uint8_t* operands, size_t blocks, int bias, const float* scales,
+                       size_t groups, float* out, Load&& load) {
+  const size_t spans = m.inputs.all_spans(), group_blocks = Grouped ? m.group / kBlock : 1;
+  const float* minima = scales + (panels + Panels - 1) / Panels * Panels * groups * kPanel;
+  for (size_t row = from; row < to; row++, out += kTaskPanels * kPanel) {
+    const Outliers& o = a.outliers[row * spans + span];
+    if (!o.some) continue;
+    const F steps = fset(kOutlierSteps * a.scale[row * spans + span]);
+    const HighOperands high(o, bias);
+    size_t at[kOutliers], group[kOutliers];
+    UNROLL for (int e = 0; e < kOutliers; e++) {
+      at[e] = o.quarter[e] * Panels * 64;
+      group[e] = o.quarter[e] / 8 / group_blocks * Panels * kPanel;
+    }
+    for (size_t first = 0; first < panels; first += Panels) {
+      const uint8_t* w = operands + first * blocks * 8 * 64;
+      const float* scale = scales + first * (Grouped ? groups : 1) * kPanel;
+      UNROLL for (int p = 0; p < Panels; p++, w += 64, scale += kPanel) {
+        I whole = high.none_at_all;
+        F part = fzero();
+        UNROLL for (int e = 0; e < kOutliers; e++) {
+          const W own = load(w + at[e]);
+          if constexpr (Grouped) {
+            part = fma(to_float(dot(high.none[e], own, high.four[e])), fload(scale + group[e]), part);
+            if (m.minima)
+              part = fma(to_float(iset(o.sum[e])), fload(scale + (minima - scales) + group[e]), part);
+          } else {
+            whole = dot(whole, own, high.four[e]);
+          }
+        }
+        const F factor = Grouped ? steps : fmul(steps, fload(scale));
+        float* to_panel = out + (first + p) * kPanel;
+        fstore(to_panel, fma(Grouped ? part : to_float(whole), factor, fload(to_panel)));
+      }
+    }
+  }
+}
+
 template <bool Grouped, Unpacking How>
 void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
              float* out, void* scratch) {
@@ -274,6 +316,11 @@ void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size
         t.minimum = m.minima ? t.group_scale + all_panels * groups * kPanel : nullptr;
         t.out = out + (row - from) * t.out_stride + p * kPanel;
         span_tile<Grouped, rows_at_once>(t, rows);
+      }
+      if (a.outliers) {
+        add_unpacked_high<panels_at_once, Grouped>(m, a, span, row, row + rows, panels, operands, blocks,
+                                                   t.bias, scales, groups, out + (row - from) * t.out_stride,
+                                                   [](const uint8_t* w) { return wload(w); });
       }
     }
   }
