@@ -322,7 +322,7 @@ def _memory_facts(model: Path | None) -> dict[str, Any]:
     weights = memory.files.get(str(loaded.bundle.path.resolve()), 0)
     return {
         "model": loaded.name,
-        "anonymous": {name: grown[name] for name in _NAMES},
+        "anonymous": {name: grown.get(name, 0) for name in _NAMES},
         "anonymous_bytes": memory.anonymous,
         "pages": dict(memory.kinds),
         "weights_bytes": weights,
