@@ -99,6 +99,7 @@ def run(bench: Run[Plan]) -> list[Row]:
                     child = opened(peer, checkpoint.folder(bench.progress), format_)
                     group[system] = process.System(f"{system} {format_}", child, tuple(child.settings))
         systems = {each.name: each for group in groups.values() for each in group.values()}
+        results: process.Results = {}
         if timed:
             results = process.alternate(
                 list(systems.values()), checkpoint.cfg.vocab_size, plan=plan, progress=bench.progress,

@@ -235,7 +235,7 @@ def chosen_ladder(
         whole, (group, neuron) = cfg.units(layer), unit_sizes(cfg, layer)
         step = neuron_step(whole.neurons)
         kept = (0, 0) if depth else (1, step)
-        least.append((*kept, kept[0] * group + kept[1] * neuron))
+        least.append((kept[0], kept[1], kept[0] * group + kept[1] * neuron))
         falling = -np.sort(-np.asarray(groups[layer], np.float64))
         items += [(value / group, layer, False, 1, group) for value in falling[kept[0] :].tolist()]
         # A neuron of a level is one of every expert.

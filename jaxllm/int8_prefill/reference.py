@@ -132,8 +132,8 @@ def layer_by_rule(
 
     q, k, v = multiplied(0, normalize(x, weights.norm("attn_norm", cfg)))
     shape = (1, len(at.positions), units.kv_heads)
-    keys = (each.reshape(*shape, cfg.head_dim) for each in (k, v))
-    heads = normed_heads(weights, q.reshape(*shape, cfg.group * cfg.head_dim), *keys, cfg)
+    q, k, v = (each.reshape(*shape, width * cfg.head_dim) for each, width in ((q, cfg.group), (k, 1), (v, 1)))
+    heads = normed_heads(weights, q, k, v, cfg)
     none = jnp.zeros((1, units.kv_heads, shape[1], cfg.head_dim), jnp.float32)
     out, _ = attend_cache(heads, None, cfg=cfg, layer=layer, at=at, past=Past(none, none), mass=None)
     x = with_residual(x, multiplied(1, out)[0], "attn_post_norm")

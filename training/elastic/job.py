@@ -294,7 +294,12 @@ def level_job(
 
 
 def cut_level_job(
-    cfg: ModelConfig, params: Params, ladder: Ladder, level: int, recipe: ElasticRecipe, before: Params
+    cfg: ModelConfig,
+    params: Params,
+    ladder: Ladder,
+    level: int,
+    recipe: ElasticRecipe,
+    before: Mapping[str, np.ndarray],
 ) -> Job:
     """Returns the job that trains the adapter of a level over the level's own frozen weights.
 
@@ -320,7 +325,8 @@ def cut_level_job(
     frozen: dict[str, Any] = {"level": sub_model(params, part), "whole": dict(params) if share else {}}
 
     def run(adapter: Params, frozen: Any, batch: AnyBatch) -> Outputs:
-        params = adapt(frozen["level"], adapter, scaling)
+        changed: Any = adapter
+        params = adapt(frozen["level"], changed, scaling)
         return outputs_of_any(params, batch, cfg=part, dtype=dtype, remat=recipe.remat)
 
     def losses(adapter: Params, frozen: Any, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:

@@ -213,7 +213,7 @@ def recover_levels(
     largest_first = ladder.levels[::-1]
     cut = adapters and cfg.encoder is None and not is_stacked(served)
     whole = Trainer(level_job(cfg, served, ladder, recipe, adapters=adapters and not cut), recipe, state.mesh)
-    adapter: Params = {}
+    adapter: dict[str, np.ndarray] = {}
     for level in largest_first:
         part = sub_config(cfg, ladder, level)
         share = layer_parameters(part) / layer_parameters(cfg)

@@ -42,7 +42,8 @@ from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.engine.step import Answer
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
-from jaxllm.serving.host.machine import process_age_ms, process_memory
+from jaxllm.serving.host.machine import process_age_ms
+from jaxllm.serving.host.process_memory import process_memory
 from jaxllm.text.prompts import Prompt
 
 _BUDGET = "256MB"
