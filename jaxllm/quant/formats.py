@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes
 from jaxllm.errors import ConfigError
-from jaxllm.quant.scale_search import search_scales
 
 # Quantization-aware training leaves floats on a grid of 4 bits in bfloat16: a group of inputs has integer
 # multiples, -8 to 7, of one step. Its levels are recovered by trying the level of the largest value, where an
@@ -323,6 +322,9 @@ def _quantized(
         step = _nonzero(scale.astype(np.float32))
         levels = np.clip(np.rint(grouped / step), -8, 7).astype(np.int8)
     else:
+        # Imported here: what runs weights does not make them.
+        from jaxllm.quant.scale_search import search_scales
+
         weights = None if input_squares is None else _by_group(input_squares, group)
         scale, minimum, levels = search_scales(grouped, weights, minima=minima)
         minimum = None if minimum is None else minimum[..., 0]

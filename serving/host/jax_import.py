@@ -13,7 +13,7 @@ from pathlib import PurePath
 from types import ModuleType
 from typing import Any
 
-from jaxllm.serving.host.process_memory import STAGES, share_arenas
+from jaxllm.serving.host.allocator import STAGES, share_arenas
 
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 # JAX imports these, but only uses them for its own cache's lock, on other devices and in tests of paths. They

@@ -1,6 +1,5 @@
-"""Measures the resident memory of this process and returns what it does not need to the system.
+"""Measures the resident memory of this process by kind of page, and gives back pages of libraries.
 
-    STAGES.end("jax")                  after each stage of a start: by how much memory has grown
     process_memory().kinds             pages by kind, which together are all resident pages
     give_back_libraries()              after a start: pages of libraries that only the start has used
 
@@ -12,20 +11,16 @@ import ctypes
 import dataclasses
 import os
 import re
-import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from jaxllm.errors import ConfigError
+from jaxllm.serving.host.allocator import LARGE_BYTES, read_facts, unknown_memory
 
-# Constants of glibc's malloc.h: a number of arenas with which two threads still allocate concurrently, and
-# the size from which freed blocks go back to the system at once.
-_M_ARENA_MAX, _ARENAS = -8, 2
-_M_MMAP_THRESHOLD, _LARGE_BYTES = -3, 2 << 20
 # glibc aligns all arenas but the first to their largest size.
 _ARENA_BYTES = 64 << 20
 _MADV_DONTNEED = 4
-_SMAPS, _STATUS, _STATM = Path("/proc/self/smaps"), Path("/proc/self/status"), Path("/proc/self/statm")
+_SMAPS, _STATUS = Path("/proc/self/smaps"), Path("/proc/self/status")
 _PAGEMAP = Path("/proc/self/pagemap")
 _PRESENT = 1 << 63
 _KILOBYTE = 1024
@@ -79,35 +74,13 @@ class _Mapping:
     anonymous: int
 
 
-class Stages:
-    """By how much the memory of this process without files has grown in the stages of a start. Thread-safe.
-
-    Attributes:
-      grown: stage -> bytes.
-    """
-
-    def __init__(self) -> None:
-        self.grown: dict[str, int] = {}
-        self._before, self._lock = 0, threading.Lock()
-
-    def end(self, stage: str) -> None:
-        """Ends a stage: what has grown since the end of the one before is its own. Costs microseconds."""
-        with self._lock, contextlib.suppress(ConfigError):
-            now = anonymous_bytes()
-            self.grown[stage] = self.grown.get(stage, 0) + now - self._before
-            self._before = now
-
-
-STAGES = Stages()
-
-
 def process_memory() -> ProcessMemory:
     """The memory of this process now; takes some tens of milliseconds.
 
     Raises:
       ConfigError: the system has no /proc/self/smaps.
     """
-    return parsed_memory(_read_facts(_SMAPS), _read_facts(_STATUS))
+    return parsed_memory(read_facts(_SMAPS), read_facts(_STATUS))
 
 
 def parsed_memory(smaps: str, status: str) -> ProcessMemory:
@@ -122,25 +95,6 @@ def parsed_memory(smaps: str, status: str) -> ProcessMemory:
         before = each
     peak = _PEAK.search(status)
     return ProcessMemory(kinds, files, 0 if peak is None else _KILOBYTE * int(peak[1]))
-
-
-def resident_bytes() -> int:
-    """All resident pages of this process, in microseconds where `process_memory` needs milliseconds.
-
-    Raises:
-      ConfigError: the system has no /proc/self/statm.
-    """
-    return int(_read_facts(_STATM).split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def anonymous_bytes() -> int:
-    """Its resident pages without a file, as fast.
-
-    Raises:
-      ConfigError: see `resident_bytes`.
-    """
-    resident, shared = map(int, _read_facts(_STATM).split()[1:3])
-    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
 
 
 def resident_of(address: int, size: int) -> int:
@@ -163,7 +117,7 @@ def resident_of(address: int, size: int) -> int:
             file.seek(8 * first)
             entries = np.frombuffer(file.read(8 * (last - first)), np.uint64)
     except OSError as error:
-        raise _unknown(_PAGEMAP, error) from error
+        raise unknown_memory(_PAGEMAP, error) from error
     return min(size, page * int(np.count_nonzero(entries >= _PRESENT)))
 
 
@@ -186,33 +140,6 @@ def children_bytes() -> int:
     return total
 
 
-# -- returning memory ---------------------------------------------------------------------------------
-
-
-def share_arenas() -> None:
-    """Limits the C library to few arenas, if supported (glibc); existing ones stay.
-
-    Otherwise each thread that loads or compiles a bucket has its own arena, whose gaps no other fills.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS)
-
-
-def give_back_large_blocks() -> None:
-    """Makes the C library return large blocks to the system whenever they are freed, if supported (glibc).
-
-    By default it retains them after the first, which avoids page faults: some 0.2 ms per MB.
-    """
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
-
-
-def give_back_memory() -> None:
-    """Makes the C library return freed memory to the system, if supported: compilers free much."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
-
-
 def give_back_libraries() -> int:
     """Gives back the unchanged pages of libraries, most of which only a start touches: a page that is used
     again comes back from the page cache by a minor fault. Does nothing where there is no /proc.
@@ -227,7 +154,7 @@ def give_back_libraries() -> int:
     with contextlib.suppress(ConfigError, OSError, AttributeError):
         advise = ctypes.CDLL(None, use_errno=True).madvise
         advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-        for each in _mappings(_read_facts(_SMAPS)):
+        for each in _mappings(read_facts(_SMAPS)):
             unchanged = "w" not in each.rights and not each.anonymous and each.resident
             if unchanged and _LIBRARY.search(each.path):
                 done = advise(each.start, each.end - each.start, _MADV_DONTNEED) == 0
@@ -259,18 +186,4 @@ def _kind(each: _Mapping, before: _Mapping | None) -> str:
     # The guard page of a thread's stack.
     if before is None or before.end != each.start or not before.rights.startswith("---"):
         return BLOCKS
-    return STACKS if before.end - before.start <= _LARGE_BYTES else BLOCKS
-
-
-def _read_facts(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError as error:
-        raise _unknown(path, error) from error
-
-
-def _unknown(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{path}: cannot be read ({error.strerror}); the memory of a process is known on Linux alone, with "
-        "/proc mounted"
-    )
+    return STACKS if before.end - before.start <= LARGE_BYTES else BLOCKS

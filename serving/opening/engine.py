@@ -17,7 +17,6 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.opening.loading import LoadedModel
-from jaxllm.serving.weights.memory_plan import fixed_bytes, runtime_bytes
 from jaxllm.serving.weights.model_level import rank_of, read_adapter_of, require_nested
 
 _log = logging.getLogger("jaxllm")
@@ -111,6 +110,9 @@ def _room(options: EngineOptions | None) -> Callable[[ModelConfig], int] | None:
     """Bytes that options leave for a model's weights; None without a limit."""
     if options is None or not options.memory_bytes:
         return None
+    # Imported here: most models are opened without a limit.
+    from jaxllm.serving.weights.memory_plan import fixed_bytes, runtime_bytes
+
     budget = options.memory_bytes
     return lambda cfg: budget - runtime_bytes(budget) - fixed_bytes(cfg, options.resolve(cfg, quantized=True))
 

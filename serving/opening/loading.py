@@ -19,8 +19,8 @@ from jaxllm.models.parameters import Params
 from jaxllm.serving.elastic.levels import Levels
 from jaxllm.serving.ground.bundles import open_tokenizer
 from jaxllm.serving.ground.options import EngineOptions
+from jaxllm.serving.host.allocator import STAGES, give_back_memory
 from jaxllm.serving.host.machine import require_not_forked, watch_for_forks
-from jaxllm.serving.host.process_memory import STAGES, give_back_libraries, give_back_memory
 from jaxllm.serving.host.progress import Progress, loading
 from jaxllm.serving.opening.make_runners import make_runners
 from jaxllm.serving.opening.weight_source import streamed_weights
@@ -207,6 +207,9 @@ class LoadedModel:
             runners.sort(key=lambda each: each.int8 is not None and each.int8.possible)
             for each in {each.model.bucket_level: each for each in runners}.values():
                 each.rehearse()
+            # Imported here: a command of one prompt has no whole warm-up.
+            from jaxllm.serving.host.process_memory import give_back_libraries
+
             # Loading and compiling buckets leaves gaps in memory, and pages that only a start needs.
             give_back_memory()
             give_back_libraries()

@@ -9,7 +9,7 @@ from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.models.features import require_feature
 from jaxllm.serving.ground.options import EngineOptions
-from jaxllm.serving.host.process_memory import give_back_large_blocks
+from jaxllm.serving.host.allocator import give_back_large_blocks
 from jaxllm.serving.host.progress import Progress
 
 if TYPE_CHECKING:

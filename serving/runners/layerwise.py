@@ -38,7 +38,7 @@ from jaxllm.serving.buckets.source import (
     source_lengths,
 )
 from jaxllm.serving.buckets.tree import KeepBucket, SettleBucket
-from jaxllm.serving.host.process_memory import give_back_memory
+from jaxllm.serving.host.allocator import give_back_memory
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.runner import (

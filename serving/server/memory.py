@@ -25,15 +25,9 @@ from typing import Any
 
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.serving.engine.request import Session
+from jaxllm.serving.host.allocator import STAGES, give_back_memory, resident_bytes
 from jaxllm.serving.host.machine import memory_bytes, memory_pressure
-from jaxllm.serving.host.process_memory import (
-    STAGES,
-    ProcessMemory,
-    children_bytes,
-    give_back_memory,
-    process_memory,
-    resident_bytes,
-)
+from jaxllm.serving.host.process_memory import ProcessMemory, children_bytes, process_memory
 
 _log = logging.getLogger(__name__)
 PREFIX_BYTES = 256 << 20

@@ -37,13 +37,8 @@ from jaxllm.serving.experts.weights import ExpertWeights
 from jaxllm.serving.ground.bundles import find_model, levels_of, open_model
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
-from jaxllm.serving.host.process_memory import (
-    STAGES,
-    give_back_large_blocks,
-    give_back_libraries,
-    give_back_memory,
-    resident_bytes,
-)
+from jaxllm.serving.host.allocator import STAGES, give_back_large_blocks, give_back_memory, resident_bytes
+from jaxllm.serving.host.process_memory import give_back_libraries
 from jaxllm.serving.images.encoder import ImageEncoder
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel

@@ -186,7 +186,7 @@ void check_chunk_tables(Random& random) {
   const std::function<void(ChunkTable&)> changes[] = {
       [](ChunkTable& t) { t.bytes.back()++; },         [](ChunkTable& t) { t.bytes.front()--; },
       [](ChunkTable& t) { t.blobs.back() = nullptr; }, [](ChunkTable& t) { t.blobs.pop_back(); },
-      [](ChunkTable& t) { t.bits.back() = 3; },        [](ChunkTable& t) { t.heads = {0}; },
+      [](ChunkTable& t) { t.bits.back() = 3; },        [](ChunkTable& t) { t.heads = {1 << 17}; },
       [](ChunkTable& t) { t.heads.clear(); },          [](ChunkTable& t) { t.form.width++; },
       [](ChunkTable& t) { t.form.tokens = 0; },        [](ChunkTable& t) { t.form.tokens++; }};
   for (const auto& change : changes) {

@@ -183,7 +183,7 @@ CALLS = {
     "to_units": Call(
         "to_units", *TO, to_units(*OUT), UNITS,
         OF_ROWS + "other rows; norm's scale; each weight needs; do not divide",
-        wrong=[*NO_STEPS, *each("bits", I64(4)), *each("low", PLANE), *each("counts", COUNTS * I32(0))],
+        wrong=[*NO_STEPS, *each("bits", I64(4)), *each("low", PLANE), *each("counts", COUNTS * I32(-1))],
     ),
     "to_units of groups": Call(
         "to_units", *TO, to_units(PLANE, zeros(2, 3, 16, dtype=F16), NOTHING), UNITS | GROUPED,
@@ -205,7 +205,7 @@ CALLS = {
     "from_units": Call(
         "from_units", *FROM, from_units(*SUM), SEGMENT,
         OF_ROWS + "other rows; the residual; into segments; a product needs", "units_at 0",
-        wrong=[*NO_STEPS, *each("counts", COUNTS * I32(0))],
+        wrong=[*NO_STEPS, *each("counts", COUNTS * I32(-1))],
     ),
     "from_units of segments": Call(
         "from_units", {"y": Y}, {"h": zeros(4, 120), "live": LIVE, "residual": Y},
@@ -309,7 +309,7 @@ CALLS |= {
         f"sinks none, v flat, values flat, window 3, window {1 << 62}", together=PAIRS,
         wrong=[
             *each("rows", AT[::-1], np.array([0, 2, 1, 3], I32)), *each("valid", I32(5), I32(-1)),
-            *each("softcap", F32(5)), *each("counts", np.array([3], I32), np.array([0], I32)),
+            *each("softcap", F32(5)), *each("counts", np.array([3], I32), np.array([-1], I32)),
             *each("of chunks", zeros(1, 2, dtype=F16)), *each("mass", TREE["mass"]), *each("slot", I32(0)),
             *each("seen", TREE["seen"]), *each("chunks", np.array([7, 9], U32)),
             {"chunks": np.array([7, 9], U32), "chunk layer": I32(0), "chunk tokens": I32(4)},

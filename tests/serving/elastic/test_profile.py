@@ -280,7 +280,7 @@ def test_the_choice_that_is_likeliest_right_is_proposed(planner, prompt, slo, sm
     assert (found.level, found.prompt_ratio) == (LEVELS[level], RATIOS[ratio])
     # Scores are the probabilities of the tokens; large weights are at 8 bits with native kernels.
     expected = 1 / (1 + np.exp(-np.asarray(keep)[0, 2 : 2 + len(prompt.ids)]))
-    np.testing.assert_allclose(found.scores, expected, atol=0.05)
+    np.testing.assert_allclose(found.scores, expected, atol=0.06)
     # With time for everything everything is taken.
     found = planner.propose(prompt, slo, ALL)
     assert (found.level, found.prompt_ratio) == (LEVELS[-1], RATIOS[-1])

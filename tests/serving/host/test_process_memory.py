@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 
 from jaxllm.errors import ConfigError
+from jaxllm.serving.host import allocator
 from jaxllm.serving.host import process_memory as memories
+from jaxllm.serving.host.allocator import Stages, resident_bytes
 from jaxllm.serving.host.process_memory import (
     ProcessMemory,
-    Stages,
     children_bytes,
     give_back_libraries,
     parsed_memory,
     process_memory,
-    resident_bytes,
     resident_of,
 )
 
@@ -75,8 +75,8 @@ def test_this_process_adds_up_and_systems_that_do_not_tell(tmp_path, monkeypatch
         child.stdout.readline()
         assert children_bytes() > 2 * MEGABYTE
         child.kill()
-    for name in ("_SMAPS", "_PAGEMAP", "_STATM"):
-        monkeypatch.setattr(memories, name, tmp_path / name)
+    for module, name in ((memories, "_SMAPS"), (memories, "_PAGEMAP"), (allocator, "_STATM")):
+        monkeypatch.setattr(module, name, tmp_path / name)
     for call in (process_memory, resident_bytes, lambda: resident_of(0, 1)):
         with pytest.raises(ConfigError, match=r"cannot be read .* on Linux"):
             call()
@@ -88,7 +88,8 @@ def test_this_process_adds_up_and_systems_that_do_not_tell(tmp_path, monkeypatch
 def test_libraries_still_work_after_their_pages_were_given_back():
     code = """
 import jax, numpy as np
-from jaxllm.serving.host.process_memory import give_back_libraries, resident_bytes
+from jaxllm.serving.host.allocator import resident_bytes
+from jaxllm.serving.host.process_memory import give_back_libraries
 before = jax.jit(lambda x: (x @ x).sum())(np.eye(8))
 resident = resident_bytes()
 print(give_back_libraries() >> 20, resident - resident_bytes() >> 20)

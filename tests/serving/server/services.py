@@ -238,7 +238,8 @@ FIGURES = {
     "queue": {"waiting": 2, "limit": 64, "oldest_ms": 84.0},
     "running": {"assistant": {100: 1}, "mail": {70: 2}, "keyboard": {30: 1}},
     "memory": {
-        "process_bytes": 1710 * MB, "limit_bytes": 2048 * MB, "pressure": 0.004, "holdings": {
+        "process_bytes": 1710 * MB, "limit_bytes": 2048 * MB, "pressure": 0.004, "children_bytes": 13 * MB,
+        "parts": {"weights": 912 * MB, "rest": 798 * MB}, "pages": {"heap": 1710 * MB}, "holdings": {
             "weights": {"size_bytes": 912 * MB},
             "kv": {"size_bytes": 118 * MB},
             "contexts": {"size_bytes": 143 * MB, "limit_bytes": 256 * MB, "least_bytes": 16 * MB},
