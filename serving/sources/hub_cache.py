@@ -9,6 +9,7 @@ removed. A pulled model is opened by this record alone, without a network.
 import contextlib
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
@@ -116,6 +117,8 @@ def cache() -> Path:
     Raises:
       ConfigError: `huggingface_hub` is not installed.
     """
+    # It would tell the hub what it runs in.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
         from huggingface_hub import constants
     except ImportError as error:
