@@ -3,7 +3,7 @@
     STAGES.end("jax")                  after each stage of a start: by how much memory has grown
     give_back_memory()                 after much was freed
 
-Imported by every command: what reads more of the system's tables is `process_memory`.
+Imported by every command: what reads more of /proc is `process_memory`.
 """
 
 import contextlib
@@ -84,7 +84,7 @@ def give_back_memory() -> None:
 
 
 def read_facts(path: Path) -> str:
-    """The text of one of the system's tables; raises ConfigError where there is none."""
+    """The text of a file in /proc; raises ConfigError where there is none."""
     try:
         return path.read_text()
     except OSError as error:
@@ -92,7 +92,7 @@ def read_facts(path: Path) -> str:
 
 
 def unknown_memory(path: Path, error: OSError) -> ConfigError:
-    """The error of a system without such a table."""
+    """The error of a system without such a file."""
     return ConfigError(
         f"{path}: cannot be read ({error.strerror}); the memory of a process is known on Linux alone, with "
         "/proc mounted"
