@@ -28,7 +28,8 @@ from benchmarks.permuted import permutable, permuted
 from jaxllm.bundle import Bundle, Part, WeightFormat, write_bundle
 from jaxllm.bundle.calibrations import prefill_parts, read_prefill
 from jaxllm.checkpoints import huggingface
-from jaxllm.checkpoints.gguf_file import is_checkpoint
+from jaxllm.checkpoints.gguf_file import is_checkpoint, read_gguf
+from jaxllm.checkpoints.gguf_model import own_format
 from jaxllm.checkpoints.huggingface import read_config, read_params, write_folder
 from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_tokenizer
 from jaxllm.config import ModelConfig, RopeConfig
@@ -106,8 +107,7 @@ class Checkpoint:
                     floats.fingerprint[:24],
                     write=lambda folder: _write(floats, folder, progress, permute=permutable(floats.cfg)),
                 )
-            with open_model(path, progress=progress) as own:
-                usual = own.layout.weights
+            usual = own_format(read_gguf(path))
             return dataclasses.replace(cls.find(folder), name=path.stem, usual=usual, quantized=True)
         with Bundle.open(path) as bundle:
             stored = bundle.layout.weights

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -24,7 +23,7 @@ from jaxllm.models.architectures import architecture
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.models.lora import Adapter
 from jaxllm.models.parameters import param_specs
-from jaxllm.quant import BlockedArray, dequantize, from_blocks
+from jaxllm.quant import as_floats
 from jaxllm.quant.weights import all_finite
 from jaxllm.serving.weights.model_level import read_adapter_of
 from jaxllm.text.tokenizer import TokenizerFiles
@@ -64,8 +63,7 @@ class PlainModel:
           BundleError: its checksum is wrong.
         """
         stored = self.bundle.stored(name)
-        weight: Any = from_blocks(stored) if isinstance(stored, BlockedArray) else jnp.asarray(stored)
-        value = np.array(dequantize(weight, jnp.dtype(jnp.float32)))
+        value = np.array(as_floats(stored))
         shape = param_specs(self.cfg)[name].shape
         for adapter, scaling in self.changes:
             if f"{name}.left" not in adapter:

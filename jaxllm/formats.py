@@ -1,5 +1,5 @@
-"""Names the formats of stored weights, and the first bytes of GGUF files; imports nothing, so that command
-lines can list them."""
+"""Names the formats of stored weights, the first bytes of GGUF files, and the sources of models; imports
+nothing, so that command lines can list them."""
 
 from typing import Literal
 
@@ -13,5 +13,7 @@ WEIGHT_FORMATS: tuple[WeightFormat, ...] = ("f32", "bf16", "int8", "int8-nested"
 AUTO: Literal["auto"] = "auto"
 WeightChoice = WeightFormat | Literal["auto"]
 GGUF_MAGIC = b"GGUF"
+# Begin the names of models that are not paths: of an installed Python package, and of the hub.
+PACKAGE, HUB = "package:", "hf:"
 # Allowed bitwidths of experts: 2, 4 and 8 quantized, 16 for bfloat16, 32 for float32.
 EXPERT_BITS = (2, 4, 8, 16, 32)

@@ -2,6 +2,7 @@
 stored separately."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -172,9 +173,9 @@ def prepare(
 
         source: Source = of_file
         form, floats = weights or own_format(file), not keeps and not stays_at_4_bits(file, weights)
-        if kit is not None:
-            quantized, keeps, floats, form = False, False, True, weights or "int8"
-            source = _in_order_of(kit, cfg, lambda: read_gguf_params(file, cfg, "f32"))
+        arrays: Callable[[], Iterator[tuple[str, Any]]] = functools.partial(
+            read_gguf_params, file, cfg, "f32"
+        )
     else:
         checkpoint = model if isinstance(model, Checkpoint) else Checkpoint(folder, ignore_keys=ignore_keys)
         cfg, tokenizer, own = checkpoint.cfg, checkpoint.tokenizer, checkpoint.weight_format
@@ -192,10 +193,7 @@ def prepare(
                 return checkpoint.params()
             return checkpoint.stored_params(by_rows=True)
 
-        source = of_folder
-        if kit is not None:
-            keeps, floats, form = False, True, weights or ("int8" if quantized else own)
-            source = _in_order_of(kit, cfg, checkpoint.params)
+        source, arrays = of_folder, checkpoint.params
         if has_images(checkpoint):
             images, values = read_image_encoder(checkpoint)
             try:
@@ -215,7 +213,9 @@ def prepare(
     if apart:
         require_feature(cfg, "separate experts")
     if kit is not None:
-        parts = {**parts, **kit.parts}
+        # Units in another order are quantized anew.
+        keeps, floats, form = False, True, weights or ("int8" if quantized else form)
+        source, parts = lambda _: kit.ordered(cfg, arrays()), {**parts, **kit.parts}
     total, chosen, plan = parameter_count(cfg), None, None
     if form == AUTO:
         if apart:
@@ -261,11 +261,6 @@ def prepare(
     except ConfigError as error:
         raise CheckpointError(f"{folder}: {error}") from error
     return chosen
-
-
-def _in_order_of(kit: Kit, cfg: ModelConfig, params: Callable[[], Iterator[tuple[str, Any]]]) -> "Source":
-    """A source of floats with their units in the order of a kit."""
-    return lambda form: kit.ordered(cfg, params())
 
 
 def _chosen(

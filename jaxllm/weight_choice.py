@@ -28,10 +28,10 @@ from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.decoder import embed_tokens, final_normed, layer_of_documents, logits
 from jaxllm.models.input_squares import like_layer, unmeasured, with_input_squares
 from jaxllm.models.parameters import head_name, param_specs, parameter_bits
-from jaxllm.quant import BlockedArray, QArray, blocked_shapes, dequantize, from_blocks
+from jaxllm.quant import QArray, as_floats, blocked_shapes
 from jaxllm.quant.weights import Measured, RowParts
 
-# Matrices of `int4` in the order in which they get 8 bits. Measured on SmolLM2-135M, each kind by itself: the
+# Matrices of `int4` in the order in which they get 8 bits. Measured on SmolLM2-135M, each kind alone: the
 # divergence at 4 bits for a megabyte more is 0.0022, 0.0016, 0.0016, 0.0010 and 0.0008 (`docs/results`).
 WIDENED = ("down", "o", "up", "gate", "q")
 # A function that reads the parameters as `prepare` does for a format, in the order of `param_specs`.
@@ -129,7 +129,7 @@ def plan_of_loss(
     source: Source, cfg: ModelConfig, tokens: Sequence[int], held_out: Sequence[int], max_loss: float
 ) -> tuple[WeightPlan, float]:
     """The smallest plan with at most `max_loss`, and its loss; for the arguments see `losses`. int8 if all
-    others lose more, whatever it loses."""
+    others lose more."""
     chosen = plans(cfg, by_layer=False)
     for plan, loss in zip(chosen, losses(source, cfg, chosen, tokens, held_out), strict=True):
         if loss <= max_loss or plan is chosen[-1]:
@@ -222,12 +222,12 @@ class _Streams:
             if not own.size:
                 continue
             rows = jax.tree.map(lambda array, own=own: array[own], part)
-            found.append(_floats(rows) if form is None else self._stored("embed.tokens", rows, form))
+            found.append(as_floats(rows) if form is None else self._stored("embed.tokens", rows, form))
         return np.concatenate(found)
 
     def _stored(self, name: str, value: Any, form: WeightFormat) -> np.ndarray:
         """A parameter as a format stores it, as floats."""
-        return _floats(stored_form(name, value, param_specs(self._cfg)[name], form))
+        return as_floats(stored_form(name, value, param_specs(self._cfg)[name], form))
 
     def run(self, layer: int, own: dict[str, tuple[Any, _ByFormat]]) -> None:
         """Runs one layer."""
@@ -247,7 +247,7 @@ class _Streams:
         def of(plan: WeightPlan | None, name: str) -> jax.Array:
             value, by_format = own[name]
             if plan is None:
-                return jnp.asarray(_floats(value))
+                return jnp.asarray(as_floats(value))
             key = name, plan.weights, plan.bits(name, cfg)
             if key not in known:
                 mine = by_format[plan.weights]
@@ -270,7 +270,7 @@ class _Streams:
         columns = [value, *by_format.values()]
         parts = [each.parts if isinstance(each, RowParts) else (each,) for each in columns]
         for wide, *others in zip(*parts, strict=True):
-            rows: dict[WeightFormat | None, np.ndarray] = {None: _floats(wide)}
+            rows: dict[WeightFormat | None, np.ndarray] = {None: as_floats(wide)}
             for form, each in zip(by_format, others, strict=True):
                 rows[form] = self._stored(head, each, form)
             last = first + len(rows[None])
@@ -317,13 +317,3 @@ class _Predictions:
         """Its mean over the tokens."""
         whole = np.log(self._sum) + self._most
         return float(np.mean(self._moved / self._sum[0] - whole[0] + whole[1]))
-
-
-def _floats(value: Any) -> np.ndarray:
-    if isinstance(value, Measured):
-        value = value.value
-    if isinstance(value, BlockedArray):
-        value = from_blocks(value)
-    if isinstance(value, QArray):
-        return np.asarray(dequantize(value, jnp.dtype(jnp.float32)))
-    return np.asarray(value, np.float32)

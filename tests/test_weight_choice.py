@@ -14,9 +14,9 @@ from jaxllm.models.decoder import forward, logits
 from jaxllm.models.parameters import param_specs
 from jaxllm.prepare import WeightRecipe as Recipe
 from jaxllm.prepare import _text_tokens, prepare
-from jaxllm.quant import dequantize
+from jaxllm.quant import as_floats, dequantize
 from jaxllm.quant import weights as quant_weights
-from jaxllm.weight_choice import WIDENED, WeightPlan, _floats, losses, plan_of_size, plans
+from jaxllm.weight_choice import WIDENED, WeightPlan, losses, plan_of_size, plans
 from tests.models.configs import CONFIGS, params_of
 from tests.tiny import TINY, random_params, tiny_tokenizer, write_tiny_bundle, write_tiny_folder
 
@@ -116,7 +116,7 @@ def test_losses_of_other_models(name):
     text, held_out = [1, 5, 2, 7], [3, 1, 12, 0, 4, 6]
     (loss,) = losses(lambda form: exact.items(), cfg, [WeightPlan("int8")], text, held_out)
     stored = {
-        param: _floats(stored_form(param, value, param_specs(cfg)[param], "int8"))
+        param: as_floats(stored_form(param, value, param_specs(cfg)[param], "int8"))
         for param, value in exact.items()
     }
     right, got = (log_probabilities(each, cfg, held_out) for each in (exact, stored))

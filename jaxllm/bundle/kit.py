@@ -3,7 +3,7 @@
 It holds the order of units, the levels, each level's adapter and the tiny LM, as the parts of an elastic
 bundle, in one safetensors file of a few megabytes. Adapters have 8 bits, with a scale for each rank: they
 correct quantized weights, and their own rounding is far below that. A sample of the checkpoint's numbers
-tells whether a kit is for it: other widths of the same weights, and weights trained a little further, fit.
+shows whether a kit is for it: other widths of the same weights, and weights trained a little further, fit.
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -64,9 +65,9 @@ class Kit:
         return order
 
     def ordered(
-        self, cfg: ModelConfig, params: Iterable[tuple[str, np.ndarray]]
+        self, cfg: ModelConfig, params: Iterable[tuple[str, Any]]
     ) -> Iterator[tuple[str, np.ndarray]]:
-        """Yields a checkpoint's float parameters with their units in order.
+        """Yields a checkpoint's float arrays with their units in order.
 
         Raises:
           CheckpointError: the checkpoint is another model; that its numbers differ is known after the last.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxllm.checkpoints.quantization import GROUP, Levels, Quantization, packed_parameter, read_quantization
@@ -32,7 +31,7 @@ from jaxllm.formats import WeightFormat
 from jaxllm.models.architectures import WRAPPERS, architecture, read_text_config
 from jaxllm.models.parameters import param_specs
 from jaxllm.models.translate import Architecture, Tensor
-from jaxllm.quant import QArray, dequantize, quantize
+from jaxllm.quant import QArray, as_floats, quantize
 from jaxllm.quant.weights import RowParts, part_rows
 from jaxllm.text.tokenizer_files import TokenizerFiles
 
@@ -117,7 +116,7 @@ class Checkpoint:
         """`stored_params`, with quantized weights dequantized to float32."""
 
         def plain(value: Any) -> np.ndarray:
-            return _widened(value) if isinstance(value, QArray) else value
+            return as_floats(value) if isinstance(value, QArray) else value
 
         return ((name, plain(value)) for name, value in self.stored_params())
 
@@ -335,12 +334,8 @@ def _stacked(parts: list[np.ndarray | QArray]) -> np.ndarray | QArray:
         (each.bits, each.group, each.minimum is None) if isinstance(each, QArray) else None for each in parts
     }
     if len(alike) > 1 or None in alike:
-        return np.stack([_widened(each) if isinstance(each, QArray) else each for each in parts])
+        return np.stack([as_floats(each) if isinstance(each, QArray) else each for each in parts])
     return jax.tree.map(lambda *each: np.stack(each), *parts)
-
-
-def _widened(weight: QArray) -> np.ndarray:
-    return np.asarray(dequantize(jax.tree.map(jnp.asarray, weight), jnp.float32))
 
 
 def _stored_name(tensor: Tensor, prefix: str, head: str = "") -> str:

@@ -158,8 +158,8 @@ class Conversation:
             except (JaxllmError, OSError, click.UsageError) as error:
                 if not self._screen.interactive:
                     raise
-                told = error.format_message() if isinstance(error, click.UsageError) else str(error)
-                self._screen.note(f"error: {' '.join(told.split())}")
+                message = error.format_message() if isinstance(error, click.UsageError) else str(error)
+                self._screen.note(f"error: {' '.join(message.split())}")
 
     def _take(self, text: str) -> bool:
         """Answers a turn or obeys a command; whether the conversation goes on."""

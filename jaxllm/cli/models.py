@@ -10,13 +10,13 @@ import click
 from jaxllm.cli.console import print_columns, print_json, progress_bars
 from jaxllm.cli.shared_options import json_option
 from jaxllm.errors import ConfigError
+from jaxllm.formats import HUB, PACKAGE
 
 if TYPE_CHECKING:
     from jaxllm.serving.sources.licences import Licence
 
 # That of this repository, whose recipes made the packaged models.
 _OWN_LICENCE = "Apache-2.0"
-_HUB, _PACKAGE = "hf:", "package:"
 
 
 @click.command("models")
@@ -88,13 +88,13 @@ def pull_command(name: str, accept_license: bool, as_json: bool) -> None:
                 raise ConfigError(f"the licence of {licence.model} was not accepted; nothing was downloaded")
         licence.accept()
 
-    if name.startswith(_PACKAGE):
+    if name.startswith(PACKAGE):
         from jaxllm.serving.sources.packages import find_packaged
 
         found = find_packaged(name)
         consent(found.licence)
         path = found.path
-    elif name.startswith(_HUB):
+    elif name.startswith(HUB):
         from jaxllm.serving.sources.hub import pull
         from jaxllm.serving.sources.hub_cache import HubName
 
@@ -121,9 +121,9 @@ def rm_command(name: str, as_json: bool) -> None:
     Example:
       jaxllm rm hf:HuggingFaceTB/SmolLM2-135M-Instruct
     """
-    if name.startswith(_PACKAGE):
-        raise ConfigError(f"{name} is pip's: run `pip uninstall {name.removeprefix(_PACKAGE)}`")
-    if not name.startswith(_HUB):
+    if name.startswith(PACKAGE):
+        raise ConfigError(f"{name} is pip's: run `pip uninstall {name.removeprefix(PACKAGE)}`")
+    if not name.startswith(HUB):
         raise ConfigError(f"{name!r:.80} was not pulled: jaxllm removes only models named by hf:OWNER/NAME")
     from jaxllm.serving.ground.bundles import remove_prepared
     from jaxllm.serving.sources.hub_cache import HubName, remove

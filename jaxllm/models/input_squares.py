@@ -22,7 +22,7 @@ from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.decoder import embed_tokens, layer_of_documents
 from jaxllm.models.parameters import param_specs
 from jaxllm.nn.linear import dense_product
-from jaxllm.quant import OwnProduct, QArray, dequantize
+from jaxllm.quant import OwnProduct, QArray, as_floats
 from jaxllm.quant.weights import Measured, RowParts
 
 # Longest document that a text is split into.
@@ -98,21 +98,15 @@ def _tee_rows(value: Any, ids: np.ndarray, taken: list[np.ndarray]) -> Any:
             ids[(ids >= first) & (ids < first + len(part.data if isinstance(part, QArray) else part))] - first
         )
         rows = jax.tree.map(lambda array: array[own], part)
-        taken.append(_floats(rows))
+        taken.append(as_floats(rows))
         first += len(part.data if isinstance(part, QArray) else part)
         return part
 
     return value.map(look) if isinstance(value, RowParts) else look(value)
 
 
-def _floats(value: Any) -> np.ndarray:
-    if isinstance(value, QArray):
-        return np.asarray(dequantize(value, jnp.float32))
-    return np.asarray(value, np.float32)
-
-
 def _embedded(outer: dict[str, Any], row: np.ndarray, cfg: ModelConfig) -> jax.Array:
-    params = {name: jnp.asarray(_floats(value)) for name, value in outer.items()}
+    params = {name: jnp.asarray(as_floats(value)) for name, value in outer.items()}
     positions = jnp.arange(len(row), dtype=jnp.int32)[None]
     return embed_tokens(params, jnp.asarray(row)[None], positions, cfg=cfg)
 
@@ -131,7 +125,7 @@ class _Layers:
         cfg, prefix = self._cfg, f"layers.{layer}."
         like = self._like.setdefault(like_layer(cfg, layer), layer)
         params = {
-            f"layers.{like}.{name.removeprefix(prefix)}": jnp.asarray(_floats(value))
+            f"layers.{like}.{name.removeprefix(prefix)}": jnp.asarray(as_floats(value))
             for name, value in own.items()
         }
         sums: dict[str, np.ndarray] = {}

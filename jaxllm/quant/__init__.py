@@ -12,6 +12,7 @@ from jaxllm.quant.formats import GROUPS as GROUPS
 from jaxllm.quant.formats import Bits as Bits
 from jaxllm.quant.formats import QArray as QArray
 from jaxllm.quant.formats import quantize as quantize
+from jaxllm.quant.parts import as_floats as as_floats
 from jaxllm.quant.parts import by_form as by_form
 from jaxllm.quant.parts import contracted_rows as contracted_rows
 from jaxllm.quant.parts import dequantize as dequantize

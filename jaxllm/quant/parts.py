@@ -24,6 +24,7 @@ from jaxllm.quant.blocks import (
     blocked_levels,
     blocked_minima,
     blocked_scales,
+    from_blocks,
     levels_in_blocks,
     take_blocked_inputs,
     take_blocked_rows,
@@ -35,6 +36,7 @@ from jaxllm.quant.weights import (
     Bfloat16Bits,
     ByForm,
     Changed,
+    Measured,
     OwnProduct,
     PerExpert,
     Prefix,
@@ -424,6 +426,16 @@ def with_levels(weight: BlockedArray, levels: np.ndarray) -> BlockedArray:
     )
     axis = -1 if weight.axis == -1 else -2
     return dataclasses.replace(levels_in_blocks(none, weight.shape, axis), scale=weight.scale)
+
+
+def as_floats(value: Any) -> np.ndarray:
+    """The numbers of a parameter as read or as stored, float32 on the host: of an array, a `Measured` one, or
+    a quantized one, in blocks or not."""
+    value = value.value if isinstance(value, Measured) else value
+    value = from_blocks(value) if isinstance(value, BlockedArray) else value
+    if isinstance(value, QArray):
+        return np.asarray(dequantize(jax.tree.map(jnp.asarray, value), jnp.float32))
+    return np.asarray(value, np.float32)
 
 
 def dequantize(weight: Weight, dtype: DTypeLike) -> jax.Array:

@@ -65,9 +65,9 @@ def compile_apart(
     assert child.stdout is not None
     assert child.stderr is not None
     try:
-        done, told = 0, list[bytes]()
+        done, lines = 0, list[bytes]()
         errors = child.stderr
-        reader = threading.Thread(target=lambda: told.extend(errors), daemon=True)
+        reader = threading.Thread(target=lambda: lines.extend(errors), daemon=True)
         reader.start()
         try:
             child.stdin.write(request)
@@ -87,7 +87,7 @@ def compile_apart(
             pipe.close()
     if code == 0 and done == len(works):
         return ""
-    said = told[-1].decode(errors="replace").strip() if told else f"exit {code}"
+    said = lines[-1].decode(errors="replace").strip() if lines else f"exit {code}"
     return f"{done} of {len(works)} were: {said:.200}"
 
 

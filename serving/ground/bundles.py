@@ -23,7 +23,7 @@ from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import BundleError, CheckpointError, ConfigError
 from jaxllm.files.atomic import atomic_file, remove_abandoned
 from jaxllm.files.input_files import begins_with
-from jaxllm.formats import AUTO, GGUF_MAGIC, WeightChoice
+from jaxllm.formats import AUTO, GGUF_MAGIC, HUB, PACKAGE, WeightChoice
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import cache_folder, clear_entry, make_private_folder, private_file
 from jaxllm.text import tokenizer_bounds
@@ -38,8 +38,6 @@ _SAMPLES, _SAMPLE_BYTES = 512, 64 << 10
 _log = logging.getLogger(__name__)
 # A smaller text is as soon checked.
 _MIN_TEXT_BYTES = 1 << 20
-# Begin the names of models that are not paths.
-PACKAGE, HUB = "package:", "hf:"
 _ORDINARY, _UNKNOWN = b"ordinary", b"unknown"
 
 

@@ -63,7 +63,7 @@ def models_in(paths: Iterable[PathLike]) -> list[Choice[PathLike]]:
             folders.setdefault(path.parent, []).append(path)
     for folder, inside in folders.items():
         if folder / "model.safetensors" in inside:
-            # Shards beside it are a copy.
+            # Shards are then a copy.
             folders[folder] = [each for each in inside if each.name != INDEX and "-of-" not in each.name]
     whole = {
         folder: inside

@@ -18,9 +18,9 @@ from typing import Any
 from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import read_json
+from jaxllm.formats import HUB
 from jaxllm.serving.sources.files import INDEX, models_in
 
-PREFIX = "hf:"
 MAIN = "main"
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _PATH = r"[A-Za-z0-9][A-Za-z0-9._+/ -]{0,254}"
@@ -66,7 +66,7 @@ class HubName:
 
     def __str__(self) -> str:
         revision = "" if self.revision == MAIN else f"@{self.revision}"
-        return f"{PREFIX}{self.repository}{revision}" + (f":{self.file}" if self.file else "")
+        return f"{HUB}{self.repository}{revision}" + (f":{self.file}" if self.file else "")
 
 
 @dataclasses.dataclass(frozen=True)

