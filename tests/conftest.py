@@ -19,6 +19,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 
+_ENVIRONMENT = dict(os.environ)
 _WORTH_KEEPING_S = 0.05
 _MOST_MAPPINGS = 25_000
 
@@ -37,6 +38,13 @@ with contextlib.suppress(ImportError):
 def pytest_collection_finish() -> None:
     """Leaves what collecting has made out of every later collection of garbage: thousands of tests, and the
     modules that they import, which are there to the end."""
+    # Else processes that tests start would compile in another way than this one.
+    changed = [
+        name
+        for name, value in os.environ.items()
+        if name.startswith("JAX") and _ENVIRONMENT.get(name) != value
+    ]
+    assert not changed, f"importing a test changed {changed}; set it in a fixture"
     gc.collect()
     gc.freeze()
 

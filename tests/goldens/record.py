@@ -16,8 +16,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-# Compiled as users have it, as the tests that compare are.
-os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
+if __name__ == "__main__":
+    # Compiled as users have it, as the tests that compare are.
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "0"
 
 # First: it sets JAX up as all tests have it.
 import tests.conftest  # noqa: F401
