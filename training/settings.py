@@ -155,10 +155,10 @@ class LevelSettings(Recipe):
     order: Literal["importance", "magnitude", "random"] = option(
         "importance", "Order units by their importance to the loss; magnitude and random are baselines."
     )
-    units: Literal["equal", "global"] = option(
+    units: Literal["equal", "global", "layers"] = option(
         "equal",
-        "Choose a level's units as an equal share of each layer, or across layers by importance per "
-        "parameter.",
+        "Choose a level's units as an equal share of each layer, across layers by importance per "
+        "parameter, or, as a baseline, as whole layers.",
     )
     depth: bool = option(
         False, "With --units global, a level may lack all kv groups, or all neurons, of a layer."

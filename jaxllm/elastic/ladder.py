@@ -261,6 +261,27 @@ def chosen_ladder(
     return Ladder(levels=levels, units=tuple(units))
 
 
+def layers_ladder(cfg: ModelConfig, levels: tuple[int, ...], importance: np.ndarray) -> Ladder:
+    """The levels of a model as whole layers, the most important ones that fit: a baseline (LE of ELMS).
+
+    Args:
+      cfg: the whole model.
+      levels: levels in percent, ascending, the last one 100.
+      importance: importances of the layers, `[L]`.
+    """
+    whole = [cfg.units(layer) for layer in range(cfg.layers)]
+    sizes = [_size([own], [unit_sizes(cfg, layer)]) for layer, own in enumerate(whole)]
+    units = []
+    for level in levels[:-1]:
+        room, kept = layer_parameters(cfg) * level / FULL_LEVEL, [(0, 0)] * cfg.layers
+        for layer in np.argsort(-importance, kind="stable").tolist():
+            if sizes[layer] <= room:
+                kept[layer] = (whole[layer].kv_heads, whole[layer].neurons)
+                room -= sizes[layer]
+        units.append(tuple(kept))
+    return Ladder(levels=levels, units=tuple(units))
+
+
 # A sub-model of parameters in memory is either views of prefixes of the whole model's buffers, with its own
 # buckets (`shared_sub_model`), or the whole model's parameters with counts of used units, for buckets that
 # serve all levels (`counted_sub_model`); no weights are copied.

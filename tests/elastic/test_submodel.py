@@ -15,6 +15,7 @@ from jaxllm.elastic.ladder import (
     Ladder,
     can_be_counted,
     chosen_ladder,
+    layers_ladder,
     counted_sub_model,
     layer_parameters,
     shared_sub_model,
@@ -411,3 +412,12 @@ def test_layers_without_importance_go_first_where_levels_may_lack_them():
     units = chosen_ladder(LLAMA, (40, 100), groups, neurons, depth=True).units[0]
     assert units[1][0] == units[2][1] == 0
     assert all(sum(each) for each in units)
+
+
+def test_whole_layers_are_the_most_important_that_fit():
+    importance = np.arange(LLAMA.layers)[::-1] * 1.0
+    ladder = layers_ladder(LLAMA, (50, 100), importance)
+    kept = [sum(own) > 0 for own in ladder.units[0]]
+    assert kept == [layer < LLAMA.layers // 2 for layer in range(LLAMA.layers)]
+    part = sub_config(LLAMA, ladder, 50)
+    assert all(part.units(layer) == LLAMA.units(layer) for layer, own in enumerate(kept) if own)

@@ -185,8 +185,8 @@ class ElasticRecipe(LoraRecipe, LevelSettings):
         super().__post_init__()
         # Checks the levels.
         Ladder(levels=self.levels)
-        if self.units == "global" and self.order != "importance":
-            raise ConfigError("units are chosen globally by their importance: set order = importance")
+        if self.units != "equal" and self.order != "importance":
+            raise ConfigError(f"units = {self.units} chooses by importance: set order = importance")
         if self.depth and self.units != "global":
             raise ConfigError("levels lack whole blocks if units are chosen globally: set units = global")
         if self.teacher_share and self.recovery != "lora":

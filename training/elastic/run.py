@@ -23,7 +23,7 @@ from jaxllm.bundle.tiny_lm import tiny_lm_parts
 from jaxllm.bundle.writer import stored_form
 from jaxllm.checkpoints import huggingface
 from jaxllm.config import FULL_LEVEL, ModelConfig
-from jaxllm.elastic.ladder import Ladder, chosen_ladder, layer_parameters, sub_config
+from jaxllm.elastic.ladder import Ladder, chosen_ladder, layer_parameters, layers_ladder, sub_config
 from jaxllm.elastic.units import reorder
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.host_settings import own_jax_settings
@@ -322,6 +322,8 @@ def elasticize(
     if recipe.units == "global":
         scores = importance.groups, importance.neurons
         ladder = chosen_ladder(cfg, recipe.levels, *scores, depth=recipe.depth)
+    elif recipe.units == "layers":
+        ladder = layers_ladder(cfg, recipe.levels, importance.layers)
     else:
         ladder = importance.ladder(recipe.levels, recipe.anchor_share)
 
