@@ -35,6 +35,7 @@ from jaxllm.training.data.documents import (
     OnBad,
     chat_document,
     documents_digest,
+    documents_of,
     held_out_digests,
     read_chats,
     read_texts,
@@ -349,6 +350,11 @@ def _source_files(source: Source, data: Path | None) -> Iterator[_Documents]:
     if source.task:
         root = _root(source, data)
         yield lambda on_bad: map(chat_document, find_task(source.task).read(root, "train"))
+        return
+    if source.functions:
+        from jaxllm.training.data.tool_use import conversations
+
+        yield lambda on_bad: itertools.chain.from_iterable(map(documents_of, conversations(source.functions)))
         return
     named = source.text or source.stories or source.chat
     suffixes = _CHAT_SUFFIXES if source.chat else _TEXT_SUFFIXES

@@ -11,18 +11,20 @@ make runs reproducible:
 Conversations, prompts with completions, and texts for tuning come from JSON lines or parquet. Each line, or
 row, is an object of one of these forms; of the first two only answers are learned:
 
-    {"messages": [{"role": "system" | "user" | "assistant", "content": TEXT}, ...], "tools": [...]}
+    {"messages": [{"role": "system" | "user" | "assistant" | "tool", "content": TEXT}, ...], "tools": [...]}
     {"prompt": TEXT, "completion": TEXT}     a text to continue, without a chat template
     {"prompt": [MESSAGE, ...], "completion": [MESSAGE, ...]}
     {"text": TEXT}                           all of it is learned
 
 Each answer of a conversation becomes a document, after all messages before it; answers of `"weight": 0` are
 not learned. All of a conversation's documents belong to one side of the split. `tools`, which a
-conversation may have, are for the model's chat template. Other keys of a message are rejected, and so are
-those of an object that would change what is learned; others (ids, sources) are ignored with a line in the
-log.
+conversation may have, are for the model's chat template, and so are an assistant's `tool_calls` and
+`reasoning_content`, and a result's `name` and `tool_call_id`, as in OpenAI's format. Other keys of a message
+are rejected, and so are those of an object that would change what is learned; others (ids, sources) are
+ignored with a line in the log.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -32,7 +34,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -88,8 +90,24 @@ def digesting(
         yield name, value
 
 
-# Role and content.
-Message = tuple[str, str]
+class Message(NamedTuple):
+    """A message of a conversation.
+
+    Attributes:
+      role: role in `ROLES`.
+      content: text.
+      more: keys for the model's chat template, as JSON; empty for none.
+    """
+
+    role: str
+    content: str
+    more: str = ""
+
+    def plain(self) -> dict[str, Any]:
+        """The message for a chat template."""
+        return {"role": self.role, "content": self.content, **json.loads(self.more or "{}")}
+
+
 # A document without an end would have to fit in memory.
 MAX_DOCUMENT_CHARACTERS = 1 << 26
 _READ_CHARACTERS = 1 << 20
@@ -111,8 +129,7 @@ class Document:
       prompt_pieces: number of pieces of the prompt; the others are the answer.
       example: question that the document was made from, for models with a chat template of their own.
       origin: text that the document was made from, if other documents may be made from it, too.
-      messages: messages before the answer, of a conversation of any length.
-      answer: answer of a conversation.
+      messages: messages of a conversation of any length; the last one is the answer.
       tools: tools that the conversation may call, as JSON; empty for none.
     """
 
@@ -121,7 +138,6 @@ class Document:
     example: TaskExample | None = None
     origin: str | None = None
     messages: tuple[Message, ...] = ()
-    answer: str = ""
     tools: str = ""
 
     @property
@@ -133,7 +149,8 @@ class Document:
         """Names its content: 16 bytes."""
         if not self.prompt_pieces and len(self.texts) == 1:
             return _digest(self.texts[0])
-        return _digest(repr((self.pieces, self.prompt_pieces, *([self.tools] if self.tools else []))))
+        more = [each.more for each in self.messages if each.more]
+        return _digest(repr((self.pieces, self.prompt_pieces, *([self.tools] if self.tools else []), *more)))
 
     def origin_digest(self) -> bytes:
         """Digest of the origin, in 16 bytes: the same for all forms of one text."""
@@ -157,15 +174,13 @@ def chat_document(example: TaskExample, origin: str | None = None) -> Document:
     return Document(pieces, prompt_pieces=len(prompt), example=example, origin=origin)
 
 
-def conversation_document(
-    messages: tuple[Message, ...], answer: str, origin: str, tools: str = ""
-) -> Document:
-    """An answer after the messages before it, as `ROLE_TEMPLATE` writes them; it has no place for tools."""
-    tokens, end = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}, Special(END_OF_TURN)
-    turns = [part for role, content in messages for part in (Special(tokens[role]), content, end)]
-    prompt = (*turns, Special(ASSISTANT))
-    pieces = (*prompt, answer, end)
-    return Document(pieces, len(prompt), origin=origin, messages=messages, answer=answer, tools=tools)
+def conversation_document(messages: tuple[Message, ...], origin: str, tools: str = "") -> Document:
+    """An answer, the last message, after those before it, as `ROLE_TEMPLATE` writes them; that has no place
+    for tools and their results."""
+    tokens = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT, "tool": USER}
+    end = Special(END_OF_TURN)
+    turns = [part for each in messages for part in (Special(tokens[each.role]), each.content, end)]
+    return Document(tuple(turns), len(turns) - 2, origin=origin, messages=messages, tools=tools)
 
 
 def read_texts(path: Path | str) -> Iterator[str]:
@@ -301,8 +316,10 @@ def _without(text: str, spans: list[tuple[int, int]]) -> str:
     return "".join(text[first:last] for first, last in zip(edges[::2], edges[1::2], strict=True))
 
 
-ROLES = ("system", "user", "assistant")
+ROLES = ("system", "user", "assistant", "tool")
 _MESSAGE_KEYS = frozenset({"role", "content", "weight"})
+# Keys for chat templates, by role.
+_MORE_KEYS = {"assistant": ("tool_calls", "reasoning_content"), "tool": ("name", "tool_call_id")}
 # Keys of an object by which other trainers change what the model sees or learns.
 _REFUSED_KEYS = frozenset(
     {
@@ -433,7 +450,7 @@ def _completion(record: Mapping[str, Any]) -> Iterator[Document]:
     if not answers:
         raise ConfigError("a completion needs a message of the assistant whose weight is not 0")
     for place in answers:
-        yield conversation_document(whole[:place], whole[place][1], origin)
+        yield conversation_document(whole[: place + 1], origin)
 
 
 def _conversation(messages: tuple[Message, ...], learnt: Sequence[bool], tools: str) -> Iterator[Document]:
@@ -444,12 +461,12 @@ def _conversation(messages: tuple[Message, ...], learnt: Sequence[bool], tools: 
         )
     origin = json.dumps(messages)
     for place in answers:
-        yield conversation_document(messages[:place], messages[place][1], origin, tools)
+        yield conversation_document(messages[: place + 1], origin, tools)
 
 
 def _answers(messages: Sequence[Message], learnt: Sequence[bool]) -> list[int]:
     """Returns the positions of the messages that are learned."""
-    return [place for place, (role, _) in enumerate(messages) if role == "assistant" and learnt[place]]
+    return [place for place, each in enumerate(messages) if each.role == "assistant" and learnt[place]]
 
 
 def _messages(record: Mapping[str, Any], name: str) -> tuple[tuple[Message, ...], list[bool]]:
@@ -466,13 +483,35 @@ def _message(given: Any) -> Message:
     role, weight = str(given["role"]), given.get("weight")
     if weight is not None and (role != "assistant" or weight not in (0, 1)):
         raise ConfigError(f"the weight of an assistant's message is 0 or 1, got {weight!r:.80} of {role}")
-    for key in given.keys() - _MESSAGE_KEYS:
+    more = {key: given[key] for key in _MORE_KEYS.get(role, ()) if not _is_empty(given.get(key))}
+    for key in given.keys() - _MESSAGE_KEYS - more.keys():
         if not _is_empty(given[key]):
             raise ConfigError(
                 f"{key} of a message is not read, and may change what is learnt; write it into the content "
                 "as the model writes it, or leave it out"
             )
-    return role, text_field(given, "content")
+    if "tool_calls" in more:
+        more["tool_calls"] = _calls(more["tool_calls"])
+        given = {**given, "content": given.get("content") or ""}
+    return Message(role, text_field(given, "content"), json.dumps(more) if more else "")
+
+
+def _calls(given: Any) -> list[dict[str, Any]]:
+    """Calls as chat templates read them: arguments as an object."""
+    calls = []
+    for each in given if isinstance(given, list) else [given]:
+        function = each.get("function") if isinstance(each, Mapping) else None
+        name, arguments = (function.get(key) for key in ("name", "arguments")) if function else ("", "")
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        if not isinstance(name, str) or not name or not isinstance(arguments, Mapping):
+            raise ConfigError(
+                'tool_calls are a list of {"type": "function", "function": {"name": NAME, "arguments": '
+                f"OBJECT}}}}, got {each!r:.80}"
+            )
+        calls.append({**each, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return calls
 
 
 def _tools(record: Mapping[str, Any]) -> str:

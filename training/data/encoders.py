@@ -4,6 +4,7 @@ import datetime
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -109,10 +110,10 @@ class PieceEncoder:
         encodings = iter(self._plain.encode_batch_fast(texts, add_special_tokens=False))
         found = []
         for document in documents:
-            if document.tools:
+            if document.tools or any(each.more or each.role == "tool" for each in document.messages):
                 raise ConfigError(
-                    "a new model has no place for the tools of a conversation; leave such lines out, or "
-                    "train a model on whose chat template knows tools"
+                    "a new model has no place for the tools of a conversation, nor for reasoning; leave such "
+                    "lines out, or train a model on whose chat template knows them"
                 )
             ids, prompt_tokens = [], 0
             for number, piece in enumerate(document.pieces, start=1):
@@ -172,10 +173,13 @@ class ModelEncoder:
         and the token after them."""
         example, content = document.example, MarkedText.of_content
         if document.messages:
-            messages = [{"role": role, "content": text} for role, text in document.messages]
-            tools = json.loads(document.tools or "[]")
+            *before, last = document.messages
+            messages, tools = [each.plain() for each in before], json.loads(document.tools or "[]")
             prompt = self._tokenizer.chat_text(messages, tools=tools, continue_final=False, now=_NOW)
-            return [(prompt, False), (content(document.answer), False)], self._end_of_turn
+            answer = content(last.content)
+            if last.more:
+                answer = self._written([*messages, last.plain()], tools, prompt)
+            return [(prompt, False), (answer, False)], self._end_of_turn
         if example is None:
             return [(content("".join(document.texts)), True)], self._end_of_text
         prompt, special = prompt_text(self._tokenizer, example, now=_NOW)
@@ -184,6 +188,20 @@ class ModelEncoder:
             prompt = content(prompt.text)
         end = self._end_of_turn if example.form == "chat" else self._end_of_text
         return [(prompt, special), (content(example.answer), False)], end
+
+    def _written(
+        self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]], prompt: MarkedText
+    ) -> MarkedText:
+        """The last message, with its calls or reasoning, as the chat template writes it behind a prompt."""
+        whole = self._tokenizer.chat_text(messages, tools=tools, add_generation_prompt=False, now=_NOW)
+        end = self._tokenizer.decode([self._end_of_turn], skip_special_tokens=False)
+        last = whole.text.find(end, len(prompt.text))
+        if not whole.text.startswith(prompt.text) or last < 0:
+            raise ConfigError(
+                "the model's chat template writes this answer in another way than after its own prompt, so "
+                f"it cannot be learnt: {json.dumps(messages[-1])!r:.200}; leave such lines out (--skip-bad)"
+            )
+        return whole.part(len(prompt.text), last)
 
 
 # What a corpus is encoded by.

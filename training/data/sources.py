@@ -27,6 +27,7 @@ class Source:
       task: name in `jaxllm.tasks.TASKS`, or a file of questions; its training split, with answers.
       chat: path of a file of JSON lines or parquet, of a folder of such files, or a pattern: conversations,
         and prompts with completions (see `jaxllm.training.data.documents`).
+      functions: number of conversations with function calls to make (see `jaxllm.training.data.tool_use`).
       pairs: paths of two text files, whose lines of the same number are a source and its target; or of one
         file of JSON lines.
       fields: names of the source and of its target in such JSON lines; each of a list of targets is a pair.
@@ -38,6 +39,7 @@ class Source:
     stories: str = ""
     task: str = ""
     chat: str = ""
+    functions: int = 0
     pairs: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     prefix: str | None = None
@@ -50,7 +52,7 @@ class Source:
     )
     prompt_weight: float | None = option(
         None,
-        "Weight of the loss on a prompt's tokens; without it 0 for `chat` and 1 for others.",
+        "Weight of the loss on a prompt's tokens; without it 0 for `chat` and `functions`, 1 for others.",
         low=0,
         high=1000,
     )
@@ -58,14 +60,17 @@ class Source:
 
     def __post_init__(self) -> None:
         if self.prompt_weight is None:
-            object.__setattr__(self, "prompt_weight", 0.0 if self.chat else 1.0)
+            object.__setattr__(self, "prompt_weight", 0.0 if self.chat or self.functions else 1.0)
         for name in ("pairs", "fields"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         named = [value for value in (self.text, self.stories, self.task, self.chat, *self.pairs[:1]) if value]
-        if len(named) != 1 or not isinstance(named[0], str):
+        if type(self.functions) is not int or self.functions < 0:
+            raise ConfigError(f"functions is a number of conversations to make, got {self.functions!r:.20}")
+        if len(named) + bool(self.functions) != 1 or not all(isinstance(each, str) for each in named):
             raise ConfigError(
-                f"a source is one of text, stories, task, chat and pairs, each a name or names; got {named}"
+                "a source is one of text, stories, task, chat, functions and pairs, each a name or names, of "
+                f"functions a number; got {named}"
             )
         if (len(self.pairs), len(self.fields)) not in ((0, 0), (2, 0), (1, 2)):
             raise ConfigError(
@@ -84,8 +89,8 @@ class Source:
     @property
     def name(self) -> str:
         """The source's name in metrics."""
-        if self.task:
-            return self.task
+        if self.task or self.functions:
+            return self.task or "functions"
         if self.pairs:
             return Path(self.pairs[0]).name
         if self.text or self.chat:
