@@ -73,7 +73,7 @@ def write_plain_gguf(path: Path, model: PlainModel, precision: str) -> ModelConf
         for option, value in model.tokenizer.sampling.items():
             keys[SAMPLING_KEYS[option]] = value if option == "top_k" else float(value)
         for key, value in vocabulary_keys(model.tokenizer, plain.vocab_size).items():
-            keys[f"tokenizer.{'' if key == 'chat_template' else 'ggml.'}{key}"] = value
+            keys[f"tokenizer.{'' if key.startswith('chat_template') else 'ggml.'}{key}"] = value
         write_gguf(written, plain, params, TYPES[precision], keys)
         _require_same(written, model, plain)
         written.replace(path)
@@ -287,6 +287,7 @@ def vocabulary_keys(files: TokenizerFiles, vocab_size: int) -> dict[str, Any]:
         "unknown_token_id": at.get(files.special.get("unk_token", "")),
         "padding_token_id": at.get(files.special.get("pad_token", "")),
         "chat_template": files.chat_template,
+        **{f"chat_template.{name}": source for name, source in files.templates.items()},
         **dict(zip(_ENDS, files.eos_ids, strict=False)),
     }
     return {name: value for name, value in keys.items() if value is not None}

@@ -25,6 +25,7 @@ SAMPLING_KEYS = {
 }
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 _SPACE = "\u2581"
+_NAMED_TEMPLATE = "chat_template."
 # By llama.cpp's name: whether each digit is split off first, and the expression.
 _SPLITS: dict[str, tuple[bool, str]] = {
     **dict.fromkeys(("gpt-2", "olmo", "phi-2", "default"), (False, GPT2)),
@@ -109,6 +110,7 @@ def _read(of: "_Reader", file: GgufFile, vocab_size: int) -> TokenizerFiles:
     return TokenizerFiles(
         tokenizer_json=text,
         chat_template=of.optional_text("chat_template"),
+        templates=of.templates(),
         special=special,
         eos_ids=tuple(dict.fromkeys(number for number in ends if number is not None)),
         bos_id=begin,
@@ -153,6 +155,11 @@ class _Reader(ConfigReader):
         if value is not None and not 0 <= value < len(tokens):
             raise CheckpointError(f"{key} must be a token id below {len(tokens)}, got {value}")
         return value
+
+    def templates(self) -> dict[str, str]:
+        """Further chat templates, by name."""
+        keys = (key for key in self._keys if key.startswith(_NAMED_TEMPLATE))
+        return {key.removeprefix(_NAMED_TEMPLATE): self.text(key, "") for key in keys}
 
     def array(self, key: str, most: int, count: int | None = None) -> GgufArray:
         value = self._keys.get(key)

@@ -6,6 +6,7 @@ if it is installed. Code in a folder or named by it (`auto_map`) is never run.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,16 @@ from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import read_bytes, read_json
 from jaxllm.sampling_state import MODEL_SAMPLING, Sampling
 from jaxllm.text.tokenizer import AnyTokenizer, TokenizerFiles, open_tokenizer
+from jaxllm.text.tokenizer_files import MAX_TEMPLATES
 
 # The largest published tokenizer.json files take about 40 MiB.
 MAX_FILE_BYTES = 256 << 20
 
 _SPECIAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+# Folder of further chat templates, by name.
+_MORE_TEMPLATES = "additional_chat_templates"
+_TEMPLATE_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 # Files that transformers can convert. Without one of these it may make an empty tokenizer.
 _VOCABULARY_PATTERNS = ("*.model", "*.spm", "*.tiktoken", "vocab.json", "vocab.txt")
@@ -66,9 +72,11 @@ def read_tokenizer(folder: Path, model: Mapping[str, Any] | None = None) -> Toke
     eos_ids += _named_id(tokenizer, special.get("eos_token"))
     bos_ids = _named_id(tokenizer, special.get("bos_token"))
     bos_ids += [id_ for model in models for id_ in _ids(folder, model, "bos_token_id")]
+    template, templates = _chat_templates(folder, config)
     return TokenizerFiles(
         tokenizer_json=text,
-        chat_template=_chat_template(folder, config),
+        chat_template=template,
+        templates=templates,
         special=special,
         eos_ids=tuple(dict.fromkeys(eos_ids)),
         bos_id=bos_ids[0] if bos_ids else None,
@@ -101,6 +109,9 @@ def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
         template.unlink(missing_ok=True)  # One of another model would be used with this tokenizer.
     else:
         _write(template, files.chat_template)
+    for name, source in files.templates.items():
+        (folder / _MORE_TEMPLATES).mkdir(exist_ok=True)
+        _write(folder / _MORE_TEMPLATES / f"{name}.jinja", source)
 
 
 def _write(path: Path, text: str) -> None:
@@ -138,32 +149,43 @@ def _convert(folder: Path) -> tuple[str, dict[str, str]]:
     return text, {name: token for name, token in special.items() if name in _SPECIAL_NAMES}
 
 
-def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template, from the first of Hugging Face's locations that has one, the newest location
-    first."""
-    text = _read_text(folder / "chat_template.jinja")
-    if text is not None:
-        return text
+def _chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None, dict[str, str]]:
+    """The chat template, from the first of Hugging Face's locations that has one, the newest location first;
+    and further ones by name."""
+    named: dict[str, str] = {}
     template = config.get("chat_template")
     if template is None:
         template = _read_json(folder / "chat_template.json").get("chat_template")
-    if template is None or isinstance(template, str):
-        return template
-    try:
-        named = {entry["name"]: entry["template"] for entry in template}
-    except (TypeError, KeyError) as error:
+    if template is not None and not isinstance(template, str):
+        try:
+            named = {entry["name"]: entry["template"] for entry in template}
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(
+                f"{folder}: chat_template must be text or a list of names and templates, "
+                f"got {template!r:.80}; correct tokenizer_config.json"
+            ) from error
+        template = named.pop("default", None)
+    more = folder / _MORE_TEMPLATES
+    paths = sorted(more.glob("*.jinja"))[: MAX_TEMPLATES + 1] if more.is_dir() else []
+    named |= {path.stem: _read_text(path) or "" for path in paths}
+    bad = next(
+        (name for name in named if not isinstance(name, str) or not _TEMPLATE_NAME.fullmatch(name)), None
+    )
+    if bad is not None or len(named) > MAX_TEMPLATES:
         raise CheckpointError(
-            f"{folder}: chat_template must be text or a list of names and templates, "
-            f"got {template!r:.80}; correct tokenizer_config.json"
-        ) from error
-    if len(named) == 1:
-        return next(iter(named.values()))
-    if "default" not in named:
+            f"{folder} has {len(named)} chat templates{f', one named {bad[0]!r:.80}' if bad else ''}; "
+            f"at most {MAX_TEMPLATES} are read, with names of letters, digits and _"
+        )
+    text = _read_text(folder / "chat_template.jinja")
+    template = template if text is None else text
+    if template is None and len(named) == 1:
+        template = next(iter(named.values()))
+    if template is None and named:
         raise CheckpointError(
             f"{folder} has chat templates {sorted(named)} and none named 'default'; "
             "save the one to use as chat_template.jinja"
         )
-    return named["default"]
+    return template, named
 
 
 def _ids(folder: Path, model: Mapping[str, Any], key: str) -> Iterator[int]:

@@ -10,13 +10,15 @@ with limits of time and memory. The templates of `KNOWN_TEMPLATES`, such as that
 in this process.
 """
 
+import dataclasses
 import datetime
 import functools
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2.nodes
 import numpy as np
@@ -24,7 +26,10 @@ import numpy as np
 from jaxllm.errors import ConfigError, TemplateError, one_line
 from jaxllm.text.child_process import ChildFailed, TextProcess
 from jaxllm.text.marked_text import MarkedText, Marks
-from jaxllm.text.template_program import TemplateProgram, parse
+from jaxllm.text.template_program import TemplateProgram, parse, variables_of
+
+if TYPE_CHECKING:
+    from jaxllm.text.answer_format import AnswerFormat
 
 # Roles that every template accepts; others must be named in the template. A role must be known, because a
 # template may write it within a special token.
@@ -33,6 +38,26 @@ ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function
 # Names and identifiers that templates look up or compare; text of this form is not content.
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _NAMING_KEYS = ("role", "type")
+
+# Variables that templates get from here; options cannot replace them.
+_OWN = frozenset(
+    {
+        "messages", "tools", "xml_tools", "python_tools", "available_tools", "custom_tools", "functions",
+        "datetime", "documents", "add_generation_prompt", "continue_final_message", "strftime_now",
+        "raise_exception", "loop", "range", "dict", "lipsum", "cycler", "joiner", "namespace", "caller",
+    }
+)  # fmt: skip
+# Names of the tools' variable, the best one first.
+_TOOLS = ("tools", "xml_tools", "functions")
+# What templates call the switch of thoughts, and a message's thought.
+_SWITCHES = ("enable_thinking", "thinking")
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning", "reasoning_text", "thought")
+# Options are the caller's and part of the prompt: they must not spell special tokens.
+_OPTION_TEXT = re.compile(r"[\w .,:;/+'()-]{0,256}")
+_OPTION_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+# Options of many models, which the others ignore.
+_USUAL_OPTIONS = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
+_MAX_OPTIONS, _OPTION_DEPTH = 32, 3
 
 # SHA-256 of templates that are known to end: that of the packaged models and of the pretraining recipes.
 KNOWN_TEMPLATES = {"6f24638e0e8f35881f2cea5bb934b6761941fe69fab9d8c55ec003dcab379c6f"}
@@ -44,6 +69,12 @@ RENDER_BYTES = 1 << 29
 
 class ChatTemplate:
     """A compiled chat template.
+
+    Attributes:
+      source: its Jinja source.
+      option_names: variables that it reads besides those that `render` gives it.
+      thought_name: what it calls a message's thought; None if it writes none.
+      reads_parts_alone: whether it supports contents as lists of parts, but not as texts.
 
     Raises:
       TemplateError: `source` is no template.
@@ -57,14 +88,20 @@ class ChatTemplate:
           special: named tokens that it may write (`bos_token` ...).
           spelled: special tokens, as text.
         """
-        self._source, self._special = source, dict(special)
+        self.source, self._special = source, dict(special)
         self._words = tuple(spelled)
         tree = parse(source)
         # The constant texts in the template's code, including the roles that it knows.
         constants = (each.value for each in tree.find_all(jinja2.nodes.Const))
         names = frozenset(value for value in constants if isinstance(value, str))
         self._roles = ROLES | names
-        self._knows_tools = any(each.name == "tools" for each in tree.find_all(jinja2.nodes.Name))
+        read = variables_of(tree)
+        self._tools_name = next((name for name in _TOOLS if name in read), None)
+        self.option_names = read - _OWN - special.keys()
+        attributes = {each.attr for each in tree.find_all(jinja2.nodes.Getattr)} | names
+        self.thought_name = next((name for name in _THOUGHTS if name in attributes), None)
+        # Value of absent tools: some templates loop over them without asking.
+        self._no_tools: list[Any] | None = None
         # Texts that the template may look for in messages, except special tokens, which it writes.
         self._looked_for = [name for name in names if name and not any(word in name for word in spelled)]
         # Templates of models with images loop over the parts of a content; some do not support plain texts.
@@ -73,6 +110,18 @@ class ChatTemplate:
         known = hashlib.sha256(source.encode(errors="surrogatepass")).hexdigest() in KNOWN_TEMPLATES
         self._program = TemplateProgram(source) if known else ConfinedTemplate(source)
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether it writes tools."""
+        return self._tools_name is not None
+
+    @functools.cached_property
+    def answer_format(self) -> "AnswerFormat":
+        """The format of the model's answers, by probing; raises TemplateError."""
+        from jaxllm.text.answer_format import format_of
+
+        return format_of(self)
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -80,6 +129,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool,
         now: datetime.datetime | None,
+        options: Mapping[str, Any] | None = None,
     ) -> MarkedText:
         """The prompt (see `Tokenizer.chat_text`)."""
         messages = _plain_objects("messages", messages)
@@ -92,28 +142,34 @@ class ChatTemplate:
                     f"message {index} has the role {role!r:.40}, which the model's chat template does not "
                     f"know; roles are {', '.join(sorted(ROLES))}, and those that a template names"
                 )
+        # Tools are content as messages are.
+        given = _plain_objects("tools", list(tools))
+        if given or any(each.get("tool_calls") or each["role"] == "tool" for each in messages):
+            from jaxllm.text.tool_messages import adapted
+
+            messages, given = adapted(self.answer_format, messages, given)
+        for each in messages:
+            if (thought := each.pop("reasoning_content", None)) and self.thought_name:
+                each[self.thought_name] = thought
         for each in messages if self.reads_parts_alone else ():
             if isinstance(text := each.get("content"), str):
                 each["content"] = [{"type": "text", "text": text}]
-        if tools and not self._knows_tools:
-            raise ConfigError("the model's chat template knows no tools; ask without tools")
-        # Tools are content as messages are.
-        plain = [messages, _plain_objects("tools", list(tools))]
+        switches = self._options(options or {})
+        plain = [messages, given]
 
         def run(variant: Any) -> str:
-            variables = {
-                **self._special,
-                "messages": variant[0],
-                "tools": variant[1] or None,
-                "documents": None,
-                "add_generation_prompt": add_generation_prompt,
-            }
-            return self._program.run(variables, now)
+            return self.plain(
+                variant[0],
+                tools=variant[1],
+                add_generation_prompt=add_generation_prompt,
+                now=now,
+                options=switches,
+            )
 
         text = run(plain)
         if not self._words:
             return MarkedText.of_template(text)
-        marks = Marks.free_in(self._source, *self._special.values(), *_texts(plain))
+        marks = Marks.free_in(self.source, *self._special.values(), *_texts(plain))
         if marks is None:
             raise ConfigError(
                 "messages use private characters of both of Unicode's planes 15 and 16; drop some"
@@ -144,6 +200,83 @@ class ChatTemplate:
                 return marked
         return marks.take(run(_changed(plain, _whole_words(self._words, marks))))
 
+    def plain(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = False,
+        now: datetime.datetime | None,
+        options: Mapping[str, Any] | None = None,
+        bounds: "RenderBounds | None" = None,
+    ) -> str:
+        """The output for messages and tools as they are, without marks; raises ConfigError, TemplateError."""
+        variables: dict[str, Any] = {
+            **(options or {}),
+            **self._special,
+            "messages": messages,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        name = self._tools_name or "tools"
+        variables[name] = list(tools) or self._no_tools
+        if name == "functions":
+            variables |= {name: json.dumps(list(tools), ensure_ascii=False), "datetime": str(now or "")}
+        run = self._program.run
+        if bounds is not None and isinstance(self._program, ConfinedTemplate):
+            run = functools.partial(run, bounds=bounds)
+        if tools or self._no_tools is not None or name == "functions":
+            return run(variables, now)
+        try:
+            return run(variables, now)
+        except TemplateError as error:
+            try:
+                found = run({**variables, name: []}, now)
+            except TemplateError:
+                raise error from None
+            self._no_tools = []
+            return found
+
+    def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options by the template's names for them.
+
+        Raises:
+          ConfigError: an option is malformed, ours, or unknown to the template.
+        """
+        if len(options) > _MAX_OPTIONS:
+            raise ConfigError(
+                f"at most {_MAX_OPTIONS} options of a chat template are read, got {len(options)}"
+            )
+        found: dict[str, Any] = {}
+        for name, value in options.items():
+            if (
+                not isinstance(name, str)
+                or not _OPTION_NAME.fullmatch(name)
+                or name in _OWN | self._special.keys()
+            ):
+                raise ConfigError(f"{name!r:.80} cannot be an option of a chat template; use another name")
+            if not _is_option(value):
+                raise ConfigError(
+                    f"the option {name} of the chat template must be a flag, a number, a short plain text, "
+                    f"or a list or map of these; got {value!r:.80}"
+                )
+            known = name
+            if name in _SWITCHES and name not in self.option_names:
+                known = next((each for each in _SWITCHES if each in self.option_names), name)
+            if known not in self.option_names and known not in _USUAL_OPTIONS:
+                there = ", ".join(sorted(self.option_names)[:12]) or "none"
+                raise ConfigError(f"the model's chat template has no option {name}; it reads {there}")
+            found[known] = value
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class RenderBounds:
+    """Bounds of a rendering that is not a prompt: its time, and the characters of its output."""
+
+    seconds: float
+    characters: int
+
 
 class ConfinedTemplate:
     """A template that runs in a child process, shared by all such templates."""
@@ -151,20 +284,28 @@ class ConfinedTemplate:
     def __init__(self, source: str) -> None:
         self._source = source
 
-    def run(self, variables: Mapping[str, Any], now: datetime.datetime | None) -> str:
+    def run(
+        self,
+        variables: Mapping[str, Any],
+        now: datetime.datetime | None,
+        bounds: RenderBounds | None = None,
+    ) -> str:
         """See `TemplateProgram.run`.
 
         Raises:
           ConfigError, TemplateError: as there, and for a template that exceeds its time or memory.
         """
-        request = {
+        request: dict[str, Any] = {
             "operation": "render",
             "source": self._source,
             "variables": dict(variables),
             "now": None if now is None else now.isoformat(),
         }
+        if bounds is not None:
+            request["characters"] = bounds.characters
         try:
-            return _templates_process().ask(request, limit_s=RENDER_S)
+            limit_s = RENDER_S if bounds is None else min(RENDER_S, bounds.seconds)
+            return _templates_process().ask(request, limit_s=limit_s)
         except ChildFailed as error:
             raise TemplateError(
                 f"the model's chat template cannot render these messages: {error}; send fewer or shorter "
@@ -177,6 +318,30 @@ def _templates_process() -> TextProcess:
     # A render's time limit does not count the start of the process, which a busy machine may delay.
     empty = {"operation": "render", "source": "", "variables": {}, "now": None}
     return TextProcess(memory_bytes=RENDER_BYTES, setup=empty, setup_s=_START_S)
+
+
+def _is_option(value: Any, depth: int = 0) -> bool:
+    match value:
+        case bool() | int() | None:
+            return True
+        case float():
+            return math.isfinite(value)
+        case str():
+            return _OPTION_TEXT.fullmatch(value) is not None
+        case list() | tuple():
+            return (
+                depth < _OPTION_DEPTH
+                and len(value) <= _MAX_OPTIONS
+                and all(_is_option(each, depth + 1) for each in value)
+            )
+        case Mapping():
+            inner = [*value.keys(), *value.values()]
+            return (
+                depth < _OPTION_DEPTH
+                and len(inner) <= _MAX_OPTIONS
+                and all(_is_option(each, depth + 1) for each in inner)
+            )
+    return False
 
 
 def _whole_words(words: Sequence[str], marks: Marks) -> Callable[[str], str]:

@@ -285,10 +285,10 @@ def _render(request: Mapping[str, Any]) -> str:
     text = _template(request["source"]).run(
         request["variables"], None if now is None else datetime.datetime.fromisoformat(now)
     )
-    if len(text) > MAX_OUTPUT_CHARACTERS:
+    most = request.get("characters", MAX_OUTPUT_CHARACTERS)
+    if len(text) > most:
         raise TemplateError(
-            f"the model's chat template writes {len(text)} characters; at most "
-            f"{MAX_OUTPUT_CHARACTERS} are read"
+            f"the model's chat template writes {len(text)} characters; at most {most} are read"
         )
     return text
 

@@ -22,7 +22,7 @@ import datetime
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from jaxllm.elastic.compression import forced_tokens, words_of
 from jaxllm.errors import ConfigError
 from jaxllm.text.marked_text import PLACE, MarkedText
 from jaxllm.text.prompts import Prompt, prompt_text
-from jaxllm.text.tokenizer import Tokenizer
+from jaxllm.text.tokenizer import ChatOptions, Tokenizer
 
 _LINE = re.compile(r"[^\n]*\S[^\n]*")
 _OPTION_LINE = re.compile(r"\s*\(?[A-Z][.):](?=\s|$)")
@@ -128,22 +128,20 @@ def prompt_tokens(
 def conversation_tokens(
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-    continue_final: bool | None = None,
-    now: datetime.datetime | None = None,
+    **options: Unpack[ChatOptions],
 ) -> PromptTokens:
     """Renders the messages of a chat and encodes them. Of the last message, if it is a user's text, words may
     be dropped; of those before it none.
 
     Args:
       tokenizer: the model's, with its chat template.
-      messages, tools, continue_final, now: see `Tokenizer.chat_text`.
+      messages: see `Tokenizer.chat_text`.
+      **options: options of it.
 
     Raises:
       ConfigError, TemplateError, ContextOverflow: see `Tokenizer.encode_chat`.
     """
-    text = tokenizer.chat_text(messages, tools=tools, continue_final=continue_final, now=now)
+    text = tokenizer.chat_text(messages, **options)
     ids, offsets = tokenizer.encode_with_offsets(text, add_special_tokens=False)
 
     def spans() -> np.ndarray:
@@ -151,7 +149,7 @@ def conversation_tokens(
         user, around = _only_text(last.get("content"))
         if last.get("role") != "user" or user is None:
             return np.zeros((0, 2), np.int64)
-        blank = tokenizer.chat_text([*messages[:-1], {**last, "content": around}], tools=tools, now=now)
+        blank = tokenizer.chat_text([*messages[:-1], {**last, "content": around}], **options)
         return _user_spans(text.text, blank.text, user)
 
     return PromptTokens(marked=text, ids=np.asarray(ids, np.int32), offsets=offsets, find_spans=spans)

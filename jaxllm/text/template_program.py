@@ -7,7 +7,7 @@ bounded here.
 import datetime
 import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import jinja2
@@ -89,9 +89,23 @@ class _GenerationTag(jinja2.ext.Extension):
         return caller()
 
 
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """Jinja's sandbox; templates may add to lists and take from them, of which they only get copies."""
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        return (type(obj) is list and attr in ("append", "pop")) or super().is_safe_attribute(
+            obj, attr, value
+        )
+
+
+def variables_of(tree: jinja2.nodes.Template) -> frozenset[str]:
+    """The names that a template reads, including its own. Jinja's `meta` would compute constants."""
+    return frozenset(each.name for each in tree.find_all(jinja2.nodes.Name) if each.ctx == "load")
+
+
 @functools.cache
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
@@ -115,8 +129,19 @@ def _to_json(
 ) -> str:
     """Replaces Jinja's `tojson`, which escapes HTML and so would change prompts."""
     return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+        default=_listed,
     )
+
+
+def _listed(value: Any) -> list[Any]:
+    if isinstance(value, Iterator):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} is no JSON value")
 
 
 def _refuse(message: object) -> NoReturn:

@@ -22,9 +22,10 @@ import xxhash
 from jaxllm.errors import CheckpointError, ConfigError, ContextOverflow, TemplateError
 from jaxllm.text.library_tokenizer import MAX_TOKEN_ID, Encoded, LibraryTokenizer
 from jaxllm.text.marked_text import PLACE, MarkedText
-from jaxllm.text.tokenizer_files import TokenizerFiles
+from jaxllm.text.tokenizer_files import TOOLS_TEMPLATE, TokenizerFiles
 
 if TYPE_CHECKING:
+    from jaxllm.text.answer_format import AnswerFormat
     from jaxllm.text.chat_template import ChatTemplate
 
 # A limited tokenizer refuses texts with more characters per token than this. Text has some four; the longest
@@ -128,6 +129,7 @@ class ChatOptions(TypedDict, total=False):
     add_generation_prompt: bool
     continue_final: bool | None
     now: datetime.datetime | None
+    template_options: Mapping[str, Any] | None
 
 
 class Tokenizer:
@@ -197,6 +199,11 @@ class Tokenizer:
     def adds_bos(self) -> bool:
         """Whether `encode` begins a text with `bos_id`: a tokenizer may name that token without adding it."""
         return self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
+
+    def special_tokens(self) -> tuple[tuple[str, int], ...]:
+        """The texts and ids of the special tokens, which have no text in `decode`."""
+        found = ((text, self._tokenizer.token_id(text)) for text in self._tokenizer.spelled)
+        return tuple((text, number) for text, number in found if number is not None)
 
     @property
     def has_chat_template(self) -> bool:
@@ -319,6 +326,7 @@ class Tokenizer:
         add_generation_prompt: bool = True,
         continue_final: bool | None = None,
         now: datetime.datetime | None = None,
+        template_options: Mapping[str, Any] | None = None,
     ) -> MarkedText:
         """The prompt of `messages` by the model's chat template. Encode it without adding special tokens,
         because the template writes all of them.
@@ -330,6 +338,7 @@ class Tokenizer:
           continue_final: whether that is after the last message's text, else at the beginning of a new
             turn; None continues the last message if it is an assistant's.
           now: time for templates; this module has no clock.
+          template_options: further variables of the template, such as `enable_thinking`; plain JSON.
 
         Raises:
           ConfigError: the model has no chat template, a message is malformed or has an unknown role, there
@@ -345,11 +354,15 @@ class Tokenizer:
             last = messages[-1] if isinstance(messages, Sequence) and messages else None
             continue_final = isinstance(last, Mapping) and last.get("role") == "assistant"
         if not (add_generation_prompt and continue_final):
-            return self._chat_template.render(
-                messages, tools=tools, add_generation_prompt=add_generation_prompt, now=now
+            return self._template(tools).render(
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                now=now,
+                options=template_options,
             )
-        text = self._chat_template.render(
-            _open_ended(messages), tools=tools, add_generation_prompt=False, now=now
+        text = self._template(tools).render(
+            _open_ended(messages), tools=tools, add_generation_prompt=False, now=now, options=template_options
         )
         end = text.text.rfind(PLACE)
         if end < 0:
@@ -393,8 +406,55 @@ class Tokenizer:
                 self._chat_template  # noqa: B018
 
     @property
+    def answer_format(self) -> "AnswerFormat":
+        """The format of the model's answers (see `jaxllm.text.answer_format.format_of`)."""
+        return self._unlimited._answer_format
+
+    @functools.cached_property
+    def _answer_format(self) -> "AnswerFormat":
+        from jaxllm.text.answer_format import PLAIN_FORMAT, format_of, with_tokens
+
+        if not self.has_chat_template:
+            return PLAIN_FORMAT
+        return with_tokens(format_of(self._template(["any"])), self)
+
+    def begins_in_thought(self, options: Mapping[str, Any] | None = None, *, tools: bool = False) -> bool:
+        """Whether the prompt of a conversation ends inside of an opened thought.
+
+        Args:
+          options: `template_options` of the conversation.
+          tools: whether it has tools.
+
+        Raises:
+          ConfigError, TemplateError: as `chat_text`.
+        """
+        found = self.answer_format
+        opening = found.thought_opening.strip()
+        if not opening:
+            return False
+        template = self._template(["any"] if tools else [])
+        messages = [{"role": "user", "content": "a"}]
+        prompt = template.render(
+            messages, add_generation_prompt=True, now=datetime.datetime(2026, 1, 2), options=options
+        )
+        return prompt.text.rstrip().endswith(opening)
+
+    @property
     def _chat_template(self) -> "ChatTemplate":
         return self._unlimited._compiled_template
+
+    def _template(self, tools: Sequence[Any]) -> "ChatTemplate":
+        """The template of a conversation: some models have another one for tools."""
+        return self._unlimited._tools_template if tools else self._chat_template
+
+    @functools.cached_property
+    def _tools_template(self) -> "ChatTemplate":
+        source = self.files.templates.get(TOOLS_TEMPLATE)
+        if source is None:
+            return self._compiled_template
+        from jaxllm.text.chat_template import ChatTemplate
+
+        return ChatTemplate(source, self.files.special, self._tokenizer.spelled)
 
     @functools.cached_property
     def _compiled_template(self) -> "ChatTemplate":

@@ -8,6 +8,9 @@ from jaxllm.errors import CheckpointError, ConfigError, one_line
 from jaxllm.sampling_state import MODEL_SAMPLING, Sampling
 from jaxllm.text.library_tokenizer import MAX_TOKEN_ID
 
+# Name of the template of conversations with tools.
+TOOLS_TEMPLATE = "tool_use"
+MAX_TEMPLATES = 16
 # Maximum number of start tokens of an encoder-decoder's decoder.
 MAX_START_TOKENS = 4
 
@@ -19,6 +22,7 @@ class TokenizerFiles:
     Fields:
       tokenizer_json: the text of a `tokenizer.json` of the `tokenizers` library.
       chat_template: the Jinja source of the chat template, or None.
+      templates: further chat templates by name, such as `tool_use`.
       special: names that the chat template may use (`bos_token`, `eos_token`, `pad_token`, ...) -> their
         tokens.
       eos_ids: every token that ends an answer, the main one first; empty for none.
@@ -36,6 +40,7 @@ class TokenizerFiles:
 
     tokenizer_json: str
     chat_template: str | None = None
+    templates: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     special: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
@@ -50,6 +55,10 @@ class TokenizerFiles:
         for name, valid, allowed in (
             ("tokenizer_json", isinstance(self.tokenizer_json, str), "text"),
             ("chat_template", isinstance(self.chat_template, str | None), "text or null"),
+            (
+                "templates", _are_texts(self.templates) and len(self.templates) <= MAX_TEMPLATES,
+                f"a map from at most {MAX_TEMPLATES} names to templates",
+            ),
             ("special", _are_texts(self.special), "a map from names to tokens"),
             ("eos_ids", _are_token_ids(self.eos_ids), f"token ids {ids}"),
             ("bos_id", self.bos_id is None or _are_token_ids((self.bos_id,)), f"null or a token id {ids}"),
@@ -96,7 +105,7 @@ class TokenizerFiles:
         """The data as a plain dict for `from_json`."""
         data = dataclasses.asdict(self)
         # Most bundles omit these.
-        rare = ("start_ids", "source_prefix", "tasks", "sampling")
+        rare = ("templates", "start_ids", "source_prefix", "tasks", "sampling")
         return {name: value for name, value in data.items() if value or name not in rare}
 
     @classmethod

@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence, Set
 from datetime import datetime
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import xxhash
@@ -24,7 +24,7 @@ from jaxllm.errors import CheckpointError, ConfigError, TemplateError
 from jaxllm.serving.contexts.layout import SEGMENT
 from jaxllm.text.marked_text import PLACE
 from jaxllm.text.prompts import Prompt, prompt_ids, reads_sources, source_prompt
-from jaxllm.text.tokenizer import MAX_TOKEN_ID, Tokenizer
+from jaxllm.text.tokenizer import MAX_TOKEN_ID, ChatOptions, Tokenizer
 
 # Chunk -> its segment, and the checksum of that.
 Linked = Mapping[int, tuple[str, str]]
@@ -396,6 +396,7 @@ def conversation_turn_ids(
     tools: Sequence[Mapping[str, Any]] = (),
     continue_final: bool | None = None,
     now: datetime | None = None,
+    template_options: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """The tokens that messages add to a context.
 
@@ -408,6 +409,7 @@ def conversation_turn_ids(
         template writes them before it; later turns may repeat them.
       continue_final: option of the first turn; see `Tokenizer.chat_text`.
       now: see `turn_ids`.
+      template_options: see `Tokenizer.chat_text`.
 
     Raises:
       ConfigError: there is no chat template, the messages are not a turn, or a tool is not in the context.
@@ -427,14 +429,20 @@ def conversation_turn_ids(
             )
         return tokenizer.encode(text, add_special_tokens=False)
     if not before:
-        return tokenizer.encode_chat(messages, tools=tools, continue_final=continue_final, now=now)
+        return tokenizer.encode_chat(
+            messages,
+            tools=tools,
+            continue_final=continue_final,
+            now=now,
+            template_options=template_options,
+        )
     results = roles[:-1] if roles[-1:] == ["user"] else roles
     if not roles or set(results) - {"tool"}:
         raise ConfigError(
             "a context has its instruction and earlier turns already: send a user's message, results of "
             f"tools, or these and then a user's message; got messages of {named}"
         )
-    ids = _following_ids(tokenizer, before, messages, tools=tools, now=now)
+    ids = _following_ids(tokenizer, before, messages, tools=tools, now=now, template_options=template_options)
     text = tokenizer.decode([*before, *ids], skip_special_tokens=False) if tools else ""
     for tool in tools:
         name = str(tool.get("function", tool).get("name"))
@@ -489,13 +497,11 @@ def _following_ids(
     tokenizer: Tokenizer,
     before: Sequence[int],
     messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-    now: datetime | None,
+    **options: Unpack[ChatOptions],
 ) -> list[int]:
     """The tokens of messages that follow an answer."""
     turns = [{"role": "user", "content": PLACE}, {"role": "assistant", "content": PLACE}, *messages]
-    text = tokenizer.chat_text(turns, tools=tools, now=now)
+    text = tokenizer.chat_text(turns, **options)
     answer = text.text.find(PLACE, text.text.find(PLACE) + len(PLACE))
     if text.text.count(PLACE) < 2:
         raise TemplateError("the model's chat template does not repeat answers: give prompts as token ids")

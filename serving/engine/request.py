@@ -43,6 +43,7 @@ class GenerationConfig:
       max_tokens: maximum number of tokens.
       stop: strings that end the answer; not part of its text.
       stop_token_ids: tokens that end the answer, in addition to the model's end tokens.
+      markers: special tokens whose text is part of the answer's (see `AnswerFormat.special`).
       ignore_eos: whether to continue past the model's end tokens.
       task: task of an encoder-decoder, one of `TokenizerFiles.tasks`, whose prefix is put before a source
         text; empty for the model's default, or none.
@@ -54,6 +55,7 @@ class GenerationConfig:
     max_tokens: int = option(DEFAULT_MAX_TOKENS, low=1)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = option((), low=0, high=MAX_TOKEN_ID)
+    markers: tuple[str, ...] = ()
     ignore_eos: bool = False
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
     task: str = ""

@@ -151,7 +151,7 @@ class Run:
         self.uninterrupted = False
         self.session = Session() if session is None else session
         self.decoding = decoding
-        self.stops = TextStream(tokenizer, config.stop)
+        self.stops = TextStream(tokenizer, config.stop, config.markers)
         self.stop_ids = config.stop_ids(tokenizer.eos_ids)
         vocab = runner.cfg.vocab_size
         # Without prompt embeddings, whose ids are beyond the vocabulary.

@@ -40,8 +40,11 @@ class Detokenizer:
     text become U+FFFD; at most three of them are withheld.
     """
 
-    def __init__(self, tokenizer: "Tokenizer") -> None:
+    def __init__(self, tokenizer: "Tokenizer", markers: Sequence[str] = ()) -> None:
+        """Begins an answer; `markers` are special tokens whose text is shown."""
         self._tokenizer = tokenizer
+        known = tokenizer.special_tokens() if markers else ()
+        self._markers = {number: text for text, number in known if text in markers}
         self._reset()
 
     def push(self, ids: Sequence[int]) -> str:
@@ -61,6 +64,8 @@ class Detokenizer:
         self._length = 0  # Number of characters of the window's text.
 
     def _push_one(self, token: int) -> str:
+        if token in self._markers:
+            return self._show_all(self._tokenizer.decode(self._window)) + self._markers[token]
         text = self._tokenizer.decode([*self._window, token])
         if len(text) == self._length and self._tokenizer.decode([token, token]) == "":
             # A special token: it must not become context, because decoders drop a text's leading
@@ -120,7 +125,9 @@ class TextStream:
       ConfigError: there are more than 16 strings, or one is empty or longer than 256 characters.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: "Tokenizer", stops: Sequence[str] = (), markers: Sequence[str] = ()
+    ) -> None:
         if isinstance(stops, str):
             raise ConfigError(f"stop strings must be a list, got the text {stops!r:.80}; write [text]")
         if len(stops) > MAX_STOPS:
@@ -130,7 +137,7 @@ class TextStream:
                 raise ConfigError(
                     f"a stop string must have 1 to {MAX_STOP_CHARACTERS} characters, got {stop!r:.80}"
                 )
-        self._detokenizer, self._stops = Detokenizer(tokenizer), tuple(dict.fromkeys(stops))
+        self._detokenizer, self._stops = Detokenizer(tokenizer, markers), tuple(dict.fromkeys(stops))
         self._withheld = ""
         self.matched: str | None = None
         self.consumed_tokens = 0

@@ -36,6 +36,7 @@ from jaxllm.serving.server.job import Job
 from jaxllm.serving.server.limits import AppLimits, Bindings, Limiter, Limits
 from jaxllm.serving.server.logs import CURRENT
 from jaxllm.serving.server.metrics import Metrics
+from jaxllm.text.answer_format import PLAIN_FORMAT, AnswerFormat
 from jaxllm.text.tokenizer import TokenBytes, Tokenizer
 
 # Maximum time of a dispatch before the engine counts as stuck.
@@ -101,6 +102,7 @@ class Backend:
             adapters=(),
             opened_s=time.time(),
             chat_template=engine.tokenizer.chat_template,
+            answer_format=_answer_format(engine.tokenizer),
             sampling=engine.tokenizer.files.sampling if model_sampling else {},
             images=_supports_images(engine) and engine.model.images is not None,
         )
@@ -418,6 +420,14 @@ class Backend:
         """The tokenizer, for texts within the window."""
         engine = self.require_executor().service.engine
         return engine.tokenizer.limited(engine.options.context_tokens)
+
+
+def _answer_format(tokenizer: Tokenizer) -> AnswerFormat:
+    """The format of the model's answers; a plain one for a broken template, which chats report."""
+    try:
+        return tokenizer.answer_format
+    except JaxllmError:
+        return PLAIN_FORMAT
 
 
 def _supports_images(engine: Engine[Any]) -> bool:

@@ -20,6 +20,7 @@ from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
 from jaxllm.serving.images.prompt import EncodedImage, with_images
+from jaxllm.text.answer_format import PLAIN_FORMAT, AnswerFormat
 from jaxllm.text.droppable import PromptTokens, conversation_tokens, prompt_tokens
 from jaxllm.text.prompts import Prompt, prompt_ids, reads_sources, source_prompt
 from jaxllm.text.tokenizer import Tokenizer
@@ -37,7 +38,8 @@ class ModelFacts:
       has_chat_template: whether conversations can be answered.
       adapters: names of the low-rank adapters that calls may name.
       opened_s: time when it was opened, in seconds since 1970.
-      chat_template: its source in Jinja, which defines the format of tool calls; empty for none.
+      chat_template: its source in Jinja; empty for none.
+      answer_format: format of its answers.
       images: whether conversations may have images.
       sampling: sampling options recommended by the model's authors (see `TokenizerFiles`), the defaults of
         calls without their own; empty for none, or if the service ignores them.
@@ -51,6 +53,7 @@ class ModelFacts:
     adapters: tuple[str, ...]
     opened_s: float
     chat_template: str = ""
+    answer_format: AnswerFormat = PLAIN_FORMAT
     images: bool = False
     sampling: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
 
@@ -132,12 +135,14 @@ class Conversation:
       messages: JSON objects with a `role` and a `content`, oldest first.
       tools: JSON objects in OpenAI's format, for templates that support tools.
       images: images of the messages' parts `{"type": "image"}`, in order; see `Backend.encode_images`.
+      template_options: further variables of the template (see `Tokenizer.chat_text`).
       continue_final: whether the answer continues the last message's text (see `Tokenizer.chat_text`).
     """
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     images: tuple[EncodedImage, ...] = ()
+    template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     continue_final: bool | None = None
 
 
@@ -367,4 +372,9 @@ def rendered(tokenizer: Tokenizer, prompt: Conversation) -> str:
 
 def _chat(prompt: Conversation) -> dict[str, Any]:
     """Arguments of chat templates beside the messages."""
-    return {"tools": prompt.tools, "continue_final": prompt.continue_final, "now": datetime.now()}
+    return {
+        "tools": prompt.tools,
+        "continue_final": prompt.continue_final,
+        "now": datetime.now(),
+        "template_options": prompt.template_options,
+    }

@@ -21,10 +21,26 @@ from jaxllm.serving.guided.grammar import Grammar, narrowed
 from jaxllm.serving.server.api.errors import ApiError, api_error
 from jaxllm.serving.server.api.messages import ToolUse
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Streamed
-from jaxllm.serving.server.api.tools import ToolCall, ToolScanner
 from jaxllm.serving.server.calls import Call, CallPrompt, Ended, Event, Piece, Started
 from jaxllm.serving.server.job import Job
 from jaxllm.serving.server.limits import objective_from, written
+from jaxllm.text.answer_parts import CallArguments, CallBegins, CallEnds, Part, Text
+from jaxllm.text.answer_scanner import FormatScanner
+
+
+@dataclasses.dataclass(frozen=True)
+class ToolCall:
+    """A complete call of a tool.
+
+    Attributes:
+      name: name of the tool.
+      arguments: a JSON object, as text.
+      id: id, unique in its conversation.
+    """
+
+    name: str
+    arguments: str
+    id: str
 
 
 class Choice:
@@ -41,10 +57,11 @@ class Choice:
         complete now, and log-probabilities of new tokens.
     """
 
-    def __init__(self, index: int, job: Job, scanner: ToolScanner | None) -> None:
+    def __init__(self, index: int, job: Job, scanner: FormatScanner | None) -> None:
         self.index, self.job, self._scanner = index, job, scanner
         self._texts: list[str] = []
         self._cut_call, self.characters = False, 0
+        self._begun: dict[int, tuple[CallBegins, list[str]]] = {}
         self.started: Started | None = None
         self.ended: Ended | None = None
         self.tool_calls: list[ToolCall] = []
@@ -76,15 +93,34 @@ class Choice:
                 self.new_text, self.new_logprobs = event.text, event.logprobs or ()
                 self.characters += len(event.text)
                 if self._scanner is not None:
-                    self.new_text, self.new_calls = self._scanner.feed(event.text)
+                    self._add(self._scanner.feed(event.text))
             case Ended():
                 self.ended = event
                 if self._scanner is not None:
                     cut = event.finish_reason == "length" or event.stop_string is not None
-                    self.new_text, self._cut_call = self._scanner.finish(cut=cut)
+                    self._add(self._scanner.finish(cut=cut))
+                    self._cut_call = self._scanner.cut_call
         self._texts.append(self.new_text)
         self.tool_calls += self.new_calls
         self.logprobs += self.new_logprobs
+
+    def _add(self, parts: Sequence[Part]) -> None:
+        """The text and the complete calls of new parts."""
+        texts, calls = [], []
+        for part in parts:
+            match part:
+                case Text():
+                    texts.append(part.text)
+                case CallBegins():
+                    self._begun[part.index] = (part, [])
+                case CallArguments():
+                    self._begun[part.index][1].append(part.text)
+                case CallEnds():
+                    begun, pieces = self._begun.pop(part.index)
+                    calls.append(ToolCall(begun.name, "".join(pieces), begun.id))
+                case _:
+                    pass
+        self.new_text, self.new_calls = "".join(texts), tuple(calls)
 
     def facts(self) -> dict[str, Any]:
         """The `jaxllm` object: plan and cost."""
@@ -115,7 +151,7 @@ class Answer:
         self,
         state: ApiState,
         calls: Sequence[Call],
-        scanner: Callable[[], ToolScanner] | None = None,
+        scanner: Callable[[], FormatScanner] | None = None,
         prompts: int = 1,
     ) -> None:
         """Submits all calls, or none.
@@ -386,8 +422,6 @@ def answer_of(
 
 def _config(state: ApiState, body: SamplingFields, params: AnswerParams) -> GenerationConfig:
     """Length, stops, sampling and grammar of a request's answers."""
-    if params.use.tools and (params.grammar or body.grammar):
-        raise ApiError("tools cannot be combined with a format or grammar of the answer", param="tools")
     if body.grammar and params.grammar:
         raise ApiError("grammar cannot be combined with a response format", param="grammar")
     biases = params.logit_bias or {}
@@ -412,7 +446,8 @@ def _config(state: ApiState, body: SamplingFields, params: AnswerParams) -> Gene
             **sampling_of(state, body, params.temperature),
         ),
         task=body.task or "",
-        grammar=params.use.grammar or params.grammar or _own_grammar(body.grammar),
+        markers=params.use.markers,
+        grammar=params.use.grammar(params.grammar or _own_grammar(body.grammar)),
         top_logprobs=params.top_logprobs,
     )
 

@@ -6,11 +6,10 @@ from typing import Any, Literal
 import msgspec
 from starlette.responses import Response
 
-from jaxllm.serving.server.api.answers import AnswerParams, Choice, SamplingFields, answer_of
+from jaxllm.serving.server.api.answers import AnswerParams, Choice, SamplingFields, ToolCall, answer_of
 from jaxllm.serving.server.api.errors import ApiError, anthropic_body
 from jaxllm.serving.server.api.messages import ToolUse, messages_of, text_of, tools_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Neutral, event_frame, new_id
-from jaxllm.serving.server.api.tools import ToolCall
 from jaxllm.serving.server.calls import Conversation
 
 # With a value of Anthropic's own.
@@ -101,7 +100,7 @@ async def _conversation(
     named = {"type": "function", "function": {"name": choice.name}} if choice.type == "tool" else None
     chosen = named or {"any": "required"}.get(choice.type, choice.type if body.tool_choice else None)
     parallel = not choice.disable_parallel_tool_use
-    use = tools_of(tools, chosen, parallel, state.backend.facts().chat_template)
+    use = tools_of(tools, chosen, parallel, state.backend.facts().answer_format)
     return await state.conversation(request.app, messages_of(messages), use.tools), use
 
 

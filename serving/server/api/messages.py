@@ -2,17 +2,19 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from jaxllm.errors import ConfigError
+from jaxllm.serving.guided.calls import answer_grammar
 from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.images.prompt import image_bytes, image_part
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.requests import convert, new_id
-from jaxllm.serving.server.api.tools import ToolScanner, family_of, forced, optional
+from jaxllm.text.answer_format import AnswerFormat, make_scanner
+from jaxllm.text.answer_scanner import FormatScanner
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_TOOLS = 128
@@ -72,13 +74,15 @@ class ToolUse:
 
     Attributes:
       tools: tools for the conversation.
-      grammar: grammar that forces or restricts tool calls; None for free answers.
-      scanner: makes a scanner for tool calls; None without tools.
+      grammar: given that of a response format, or None, the grammar of the answer, or None.
+      scanner: makes a scanner of the answer; None without tools.
+      markers: special tokens that the scanner reads.
     """
 
     tools: tuple[Mapping[str, Any], ...] = ()
-    grammar: Grammar | None = None
-    scanner: Any = None
+    grammar: Callable[[Grammar | None], Grammar | None] = lambda schema: schema
+    scanner: Callable[[], FormatScanner] | None = None
+    markers: tuple[str, ...] = ()
 
 
 def messages_of(values: Sequence[Any], param: str = "messages") -> tuple[dict[str, Any], ...]:
@@ -103,7 +107,9 @@ def require_some(values: Sequence[Any], param: str) -> None:
         raise ApiError(f"{param} has {len(values)} messages; 1 to {MAX_MESSAGES} are allowed", param=param)
 
 
-def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, chat_template: str) -> ToolUse:
+def tools_of(
+    values: Sequence[Any] | None, choice: Any, parallel: bool | None, answer_format: AnswerFormat
+) -> ToolUse:
     """The effect of tools and `tool_choice`. Calls of strict tools match their schemas, and without
     `parallel` there is at most one call, for any choice.
 
@@ -123,13 +129,8 @@ def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, c
         raise ApiError("two tools have one name", param="tools")
     if choice == "none":
         return ToolUse()
-    family, grammar = family_of(chat_template), None
-    if choice == "required":
-        grammar = forced(family, tools, several=parallel is not False)
-    elif choice in (None, "auto"):
-        if strict or parallel is False:
-            grammar = optional(family, tools, strict=strict, several=parallel is not False)
-    else:
+    required, several, callable_tools = choice == "required", parallel is not False, tools
+    if choice not in (None, "auto", "required"):
         function = isinstance(choice, Mapping) and choice.get("type") == "function"
         function = choice.get("function", choice) if function else None
         named = function.get("name") if isinstance(function, Mapping) else None
@@ -139,8 +140,21 @@ def tools_of(values: Sequence[Any] | None, choice: Any, parallel: bool | None, c
                 f"with the name of one of the tools, got {choice!r:.80}",
                 param="tool_choice",
             )
-        grammar = forced(family, [tools[names.index(named)]], several=False)
-    return ToolUse(tools=tuple(tools), grammar=grammar, scanner=lambda: ToolScanner(family, frozenset(names)))
+        required, several, callable_tools = True, False, [tools[names.index(named)]]
+
+    def grammar(schema: Grammar | None) -> Grammar | None:
+        return answer_grammar(
+            answer_format, callable_tools, required=required, several=several, strict=strict, schema=schema
+        )
+
+    # Here, so that an unsupported schema is refused as the tool's.
+    grammar(None)
+    return ToolUse(
+        tools=tuple(tools),
+        grammar=grammar,
+        scanner=lambda: make_scanner(answer_format, tools, thinking=answer_format.opened),
+        markers=tuple(text for text, _ in answer_format.special),
+    )
 
 
 def text_of(

@@ -84,7 +84,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Any:
     """Answers a chat."""
     body = state.body(request, ChatBody, _CHAT_NEUTRAL)
     facts, _ = state.model(body.model, tagged=True)
-    use = tools_of(body.tools, None, None, facts.chat_template)
+    use = tools_of(body.tools, None, None, facts.answer_format)
     messages = messages_of([_message(each, f"messages[{index}]") for index, each in enumerate(body.messages)])
     prompt = await state.conversation(request.app, messages, use.tools)
     return await _answer(state, request, body, prompt, use)
@@ -122,7 +122,7 @@ async def show(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     """Facts of a model."""
     facts, _ = state.model(state.body(request, ShowBody).model, tagged=True)
     info = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
-    able = ["completion", *["tools"] * ("tools" in facts.chat_template), *["vision"] * facts.images]
+    able = ["completion", *["tools"] * facts.has_chat_template, *["vision"] * facts.images]
     own = {"details": {"family": "jaxllm"}, "template": facts.chat_template}
     return {**own, "model_info": info, "capabilities": able}
 

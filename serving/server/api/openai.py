@@ -18,6 +18,7 @@ from jaxllm.serving.server.api.answers import (
     Positive,
     SamplingFields,
     StreamOptions,
+    ToolCall,
     TopLogprobs,
     answer_of,
     format_grammar,
@@ -34,7 +35,6 @@ from jaxllm.serving.server.api.requests import (
     new_id,
     now_s,
 )
-from jaxllm.serving.server.api.tools import ToolCall
 from jaxllm.serving.server.calls import CallPrompt
 
 # JSON has no infinity; OpenAI's value for impossible tokens.
@@ -196,7 +196,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
         raise ApiError("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
     top_logprobs = requested_logprobs(body.top_logprobs, body.logprobs, "logprobs to be true")
     with_usage = _with_usage(body)
-    use = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, facts.chat_template)
+    use = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, facts.answer_format)
     form: dict[str, Any] = {"type": "text"} if body.response_format is None else body.response_format
     schema = form["json_schema"] if isinstance(form.get("json_schema"), dict) else {}
     strict = schema.get("strict") is True

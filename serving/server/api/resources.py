@@ -127,7 +127,7 @@ async def embeddings(state: ApiState, request: ApiRequest) -> Any:
 
 
 async def _conversation(state: ApiState, request: ApiRequest, body: TokenizeBody) -> Conversation:
-    use = tools_of(body.tools, None, None, state.backend.facts().chat_template)
+    use = tools_of(body.tools, None, None, state.backend.facts().answer_format)
     return await state.conversation(request.app, messages_of(body.messages or ()), use.tools)
 
 

@@ -46,6 +46,7 @@ from jaxllm.serving.server.api.requests import (
     now_s,
 )
 from jaxllm.serving.server.api.stored_responses import StoredResponse
+from jaxllm.text.answer_format import AnswerFormat
 
 _log = logging.getLogger(__name__)
 LOGPROBS = "message.output_text.logprobs"
@@ -112,7 +113,7 @@ NEUTRAL: Neutral = dict.fromkeys(_NEVER, ()) | {
 }
 
 
-def use_of(body: ResponseBody, chat_template: str) -> tuple[ToolUse, Grammar | None]:
+def use_of(body: ResponseBody, answer_format: AnswerFormat) -> tuple[ToolUse, Grammar | None]:
     """The effect of tools and the text's format on the call: tools, and the grammar of the text.
 
     Raises:
@@ -135,7 +136,7 @@ def use_of(body: ResponseBody, chat_template: str) -> tuple[ToolUse, Grammar | N
         function = msgspec.structs.asdict(convert(value, FunctionTool, at))
         tools.append({"type": function.pop("type"), "function": function})
     choice = None if body.tool_choice == "auto" else body.tool_choice
-    use = tools_of(tools, choice, body.parallel_tool_calls, chat_template)
+    use = tools_of(tools, choice, body.parallel_tool_calls, answer_format)
     form = body.text.format or TextFormat()
     if form.type == "json_schema" and not form.name:
         raise ApiError("text.format of the type json_schema needs a name", param="text.format.name")
@@ -184,7 +185,7 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
     """Makes a response, as a whole or as server-sent events."""
     body = state.body(request, ResponseBody, NEUTRAL)
     facts, adapter = state.model(body.model)
-    use, grammar = use_of(body, facts.chat_template)
+    use, grammar = use_of(body, facts.answer_format)
     items, messages, context, context_tokens = await _history(state, request, body)
     prompt = await state.conversation(request.app, messages, use.tools)
     params = AnswerParams(

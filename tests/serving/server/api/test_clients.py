@@ -65,7 +65,7 @@ def test_openai_calls_of_tools(served: Served, stream: bool) -> None:
         else:
             calls, reason = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
             text = answer.choices[0].message.content
-    assert (text, reason) == ("Let me see. ", "tool_calls")
+    assert (text, reason) == ("Let me see.", "tool_calls")
     ((name, arguments),) = ((call.function.name, call.function.arguments) for call in calls)
     assert (name, json.loads(arguments)) == ("find", {"q": "a}"})
     assert served.backend.calls[0].prompt.tools
@@ -195,7 +195,7 @@ def test_ollama(served: Served) -> None:
         parts = client.generate("default:latest", "Hi", raw=True, stream=True)
         assert "".join(each.response for each in parts) == "Hello"
         assert client.list().models[0].model == "tiny:latest"
-        assert client.show("tiny").capabilities == ["completion"]
+        assert client.show("tiny").capabilities == ["completion", "tools"]
         with pytest.raises(ollama.ResponseError, match="not served"):
             client.chat("other", HI)
     assert served.backend.calls[2].config.max_tokens == 4

@@ -65,7 +65,6 @@ WRONG = [
     ({"service_tier": "scale"}, "service_tier"), ({"messages": []}, "messages"),
     ({"messages": [0] * 8193}, "messages"), ({"seed": -1}, None),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
-    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "tools"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt_cache_key": "x" * 257}, "prompt_cache_key"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),  # noqa: E501
 ]  # fmt: skip
