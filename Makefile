@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist wo
 # What JAX compiles for tests is kept here from one run to the next, for two weeks: a program that changes is compiled.
 export JAXLLM_TEST_COMPILATIONS ?= $(abspath $(VENV))/compilations
 
-.PHONY: demo test test-all test-fast test-arm test-accelerators test-export torture mutations check docs dist test-dist \
+.PHONY: demo test test-all test-fast test-arm test-accelerators test-export test-foreign torture mutations check docs dist test-dist \
   clean
 
 # The model comes from the package index, which is asked once. Without an index packaged models answer.
@@ -56,6 +56,10 @@ test-export: $(VENV)-export/.ready
 	  tests/export/test_blocks.py tests/export/test_inputs.py tests/export/test_native.py \
 	  tests/export/test_encoder_decoders.py tests/export/test_npu.py tests/export/test_w8a8.py \
 	  tests/export/test_families.py
+
+# Chat templates of llama.cpp's collection, which the package index has; they are kept in $(VENV).
+test-foreign: $(VENV)/.dev
+	JAXLLM_TEMPLATES=$(abspath $(VENV))/templates $(BIN)/python -m pytest tests/text/test_foreign_templates.py
 
 # Training steps through the compilers of GPUs and TPUs, which need neither, in an environment that has them.
 test-accelerators: $(VENV)-accelerators/.ready

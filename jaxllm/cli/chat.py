@@ -17,6 +17,7 @@ from jaxllm.cli.shared_options import (
     answer_options,
     image_option,
     model_options,
+    path_option,
     running_options,
     sampling_options,
 )
@@ -48,6 +49,7 @@ _KEYS = "Enter sends, Alt-Enter or Ctrl-J begins a line, Ctrl-C stops an answer,
 
 @click.command("chat", cls=EngineCommand)
 @click.option("--system", metavar="TEXT", help="A system message to begin with.")
+@path_option("--chat-template", help="Replace the model's chat template by a file of Jinja source.")
 @click.option("--speed", is_flag=True, help="Show the speed of each answer.")
 @click.option("--plain", is_flag=True, help="Write answers as they are, without drawing markdown.")
 @click.option(
@@ -62,6 +64,7 @@ _KEYS = "Enter sends, Alt-Enter or Ctrl-J begins a line, Ctrl-C stops an answer,
 def chat_command(
     choice: ModelChoice,
     system: str | None,
+    chat_template: Path | None,
     speed: bool,
     plain: bool,
     history: bool,
@@ -84,7 +87,10 @@ def chat_command(
 
     def opened(level: int) -> "Engine":
         with progress_bars() as progress:
-            return dataclasses.replace(choice, level=level).open(progress, images=bool(images))
+            engine = dataclasses.replace(choice, level=level).open(progress, images=bool(images))
+        if chat_template is not None:
+            engine.model.tokenizer = engine.tokenizer.with_chat_template(chat_template)
+        return engine
 
     engine = opened(choice.level)
     screen = open_screen(plain=plain, history=history, commands=list(COMMANDS))

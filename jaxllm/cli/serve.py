@@ -73,6 +73,7 @@ PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheu
     help="Default to the model's recommended sampling (generation_config.json) for calls without their own.  "
     "[default: on]",
 )
+@path_option("--chat-template", help="Replace the model's chat template by a file of Jinja source.")
 @click.option(
     "--draft",
     metavar="DRAFT",

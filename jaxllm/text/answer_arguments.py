@@ -329,6 +329,10 @@ def _element(
         sink('"')
     pieces: list[str] = []
     held = ""
+    nested = not raw and bool(kinds) and "string" not in kinds and not kinds & {*parts.python}
+    if nested and (yield from text.char()) in ("{", "["):
+        # Its strings may have the marker.
+        yield from json_value(text, pieces.append)
     while True:
         part, closed = yield from text.until(after)
         part, held = held + part, ""

@@ -182,7 +182,9 @@ class _Probe:
                 joint = end[match.end() :].split(_TEXT)[0] if _TEXT in end else ""
             inner = start.removeprefix(head)
             match = _THOUGHT_OPENING.search(start)
-            opening = inner.strip() or (match[1] if match else "")
+            opening = inner.strip()
+            if match and (not opening or (len(re.findall(_TAG, opening)) > 1 and opening.endswith(match[1]))):
+                opening = match[1]
         if closing and not opening:
             opening = next((first for first, last in _THOUGHTS if last == closing), "")
         if not closing:

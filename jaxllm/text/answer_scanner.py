@@ -46,6 +46,8 @@ class FormatScanner:
         self._format, self._input = found, Input()
         self._parts: list[Part] = []
         self._cut, self._index, self._shown = False, 0, _Trimmed()
+        # Whether the calls are in a list.
+        self._listed = False
         # Whether there was any text or call so far, and whether a call without a marker may begin here.
         self._begun, self._bare_may_begin = False, True
         self._attempts: dict[str, list[tuple[CallSyntax, list[str]]]] = {}
@@ -103,7 +105,8 @@ class FormatScanner:
                 self._bare_may_begin = True
             elif mark not in self._attempts:
                 self._show(mark)
-        self._parts.append(Text(self._shown.rest()))
+        if not (self.cut_call and self._cut):
+            self._parts.append(Text(self._shown.rest()))
 
     def _may_think(self) -> bool:
         """Whether a thought may begin here: in the middle of a text its opening must be a special token."""
@@ -193,7 +196,7 @@ class FormatScanner:
                 if syntax.keys is not None:
                     # Some models leave the list out, or write one where the template has none.
                     yield from text.spaces()
-                    yield from text.literal("[")
+                    self._listed = yield from text.literal("[")
                     yield from text.spaces()
                     if (yield from text.char()) == "{":
                         yield from self._calls(syntax, before)
@@ -243,11 +246,8 @@ class FormatScanner:
         """Calls one after another; the first one's marker was read, and its name if it stands alone."""
         text, item = self._input, _PIECES.findall(syntax.opening)
         skips = {*_pieces(syntax.closing), *_pieces(syntax.separator), *_pieces(syntax.section[1])}
-        skips |= (
-            {*_BETWEEN_CALLS}
-            if syntax.section[0].rstrip().endswith("[") or not syntax.opening.strip()
-            else set()
-        )
+        if self._listed or syntax.section[0].rstrip().endswith("[") or not syntax.opening.strip():
+            skips |= {*_BETWEEN_CALLS}
         skips -= {"{", "[", ""}
         ordered = sorted(skips, key=len, reverse=True)
         marked = bool(item) and item[0] in self._attempts

@@ -9,11 +9,13 @@ character.
 
 import contextlib
 import copy
+import dataclasses
 import datetime
 import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
@@ -155,6 +157,26 @@ class Tokenizer:
         )
         self._most_tokens: int | None = None
         self._unlimited = self
+
+    def with_chat_template(self, path: Path) -> "Tokenizer":
+        """This tokenizer with the chat template of a file for all conversations.
+
+        Raises:
+          ConfigError: the file cannot be read, is too long, or is no template.
+        """
+        from jaxllm.text.chat_template import ChatTemplate, read_template
+
+        source = read_template(path)
+        try:
+            ChatTemplate(source, self.files.special)
+        except TemplateError as error:
+            raise ConfigError(f"{path} is no chat template: {error}") from error
+        files = dataclasses.replace(self.files, chat_template=source, templates={})
+        made = copy.copy(self)
+        made.files, made._unlimited = files, made
+        for cached in ("_compiled_template", "_tools_template", "_answer_format"):
+            made.__dict__.pop(cached, None)
+        return made
 
     @property
     def digest(self) -> str:

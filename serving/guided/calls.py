@@ -256,11 +256,14 @@ class _Rules:
         special = self._split.match(end) if self._split else None
         if special is not None:
             return f"{self.new(_ANYTHING, 'TEXT')} {self.literal(end)}"
-        body = rf"/(.|\n)*{_escaped(end)}/"
+        # The scanner ends it at the marker, whatever white space is before it.
+        core = end.strip()
+        after = end[end.index(core) + len(core) :]
+        body = rf"/(.|\n)*{_escaped(core)}/"
         if (known := self._known.get(body)) is None:
             known = self._known[body] = f"raw{len(self._rules)}"
             self.add(f"{known}[lazy]", body)
-        return known
+        return f"{known} {json.dumps(after)}" if after else known
 
     def _members(self, schema: Any, root: Mapping[str, Any], assign: str) -> str:
         """Keys and values, in order."""

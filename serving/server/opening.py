@@ -369,6 +369,8 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
     with contextlib.ExitStack() as opened:
         engine = Engine.open(model, options=engine_of, speculation=speculation, progress=stages)
         opened.callback(engine.close)
+        if options.chat_template is not None:
+            engine.model.tokenizer = engine.tokenizer.with_chat_template(options.chat_template)
         # What only some requests need: embeddings, copies of caches, images.
         buckets: list[Bucket] = []
         with contextlib.suppress(ConfigError):

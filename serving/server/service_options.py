@@ -57,6 +57,7 @@ class ServerOptions:
       prefix_memory: memory limit of the caches of ended answers, which continue a conversation that is sent
         again; 0 for no such caches.
       model_sampling: whether calls without sampling options default to the model's recommended sampling.
+      chat_template: file of a chat template that replaces the model's; None for the model's.
       draft: drafter as in `jaxllm generate --draft`; empty for its default.
       batch_rows: batch sizes of batched decoding, which requires native kernels; empty for no batching.
       contexts: folder of apps' stored contexts; None for no contexts.
@@ -97,6 +98,7 @@ class ServerOptions:
     memory: int = option(0, low=0)
     prefix_memory: int = option(PREFIX_BYTES, low=0)
     model_sampling: bool = True
+    chat_template: Path | None = None
     draft: str = ""
     contexts: Path | None = None
     context_budget: int = option(0, low=0)
@@ -293,7 +295,7 @@ def _known(name: str, value: Any, kind: type, what: str) -> Mapping[str, Any]:
     return value
 
 
-_PATHS = {"socket", "keys", "contexts", "context_keys", "adapters"}
+_PATHS = {"chat_template", "socket", "keys", "contexts", "context_keys", "adapters"}
 _SIZES = ("memory", "context_budget", "prefix_memory", "adapter_memory")
 _READ: dict[str, Callable[[str, Any], Any]] = dict.fromkeys(_SIZES, _size) | {
     "scheduler": lambda name, value: SchedulerOptions(

@@ -1,7 +1,8 @@
-"""Calls of tools are found however the text is cut, and what is none stays text, to the letter; what follows
-a grammar of calls is found by the family's scanner, and matches the schemas."""
+"""What follows a grammar of calls is found by the scanner of the same format, and matches the schemas;
+narrowed schemas end."""
 
 import collections
+import dataclasses
 import itertools
 import json
 from collections.abc import Callable
@@ -9,24 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.guided.compiler import GrammarCompiler
+from jaxllm.serving.guided.calls import answer_grammar
+from jaxllm.serving.guided.compiler import GrammarCompiler, Matcher
 from jaxllm.serving.guided.grammar import Grammar, closed, narrowed, unrolled
-from jaxllm.serving.server.api.tools import (
-    HERMES,
-    JSON,
-    LLAMA3,
-    MISTRAL,
-    Family,
-    ToolScanner,
-    family_of,
-    forced,
-    optional,
-)
+from jaxllm.text.answer_format import GENERIC, JSON_OBJECT, AnswerFormat, written
 from jaxllm.text.tokenizer import Tokenizer
+from tests.text import answer_templates as own
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 
@@ -40,70 +31,14 @@ def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, VOCAB_SIZE)
 
 
-CALL = '{"name": "find", "arguments": {"q": "a } \\" {"}}'
-
-
-def scan(family: Family, text: str, size: int, *, cut: bool = False) -> tuple[str, list[str]]:
-    scanner, shown, calls = ToolScanner(family, frozenset({"find"})), "", []
-    for at in range(0, len(text), size):
-        more, found = scanner.feed(text[at : at + size])
-        shown += more
-        calls += [json.loads(call.arguments) for call in found]
-    return shown + scanner.finish(cut=cut)[0], calls
-
-
-FOUND = {"q": 'a } " {'}
-NO_TOOL = '<tool_call>{"name": "other"}</tool_call>'
-# Answers, whether each was cut, the text that is shown of it, and how many calls are found.
-ANSWERS = (
-    (HERMES, f"<tool_call>\n{CALL}\n</tool_call>", False, "", 1),
-    (HERMES, f"Well. <tool_call>{CALL}</tool_call>\n<tool_call>{CALL}</tool_call>", False, "Well. ", 2),
-    (HERMES, f"<tool_call>{CALL}</tool_call>done", False, "done", 1),
-    (HERMES, f"<tool_call>{CALL}", False, "", 1), (HERMES, "a <tool_call> b", False, "a <tool_call> b", 0),
-    (HERMES, NO_TOOL, False, NO_TOOL, 0), (HERMES, "1 < 2 <too", False, "1 < 2 <too", 0),
-    (MISTRAL, f"[TOOL_CALLS][{CALL}, {CALL}]", False, "", 2),
-    (LLAMA3, f"<|python_tag|>{CALL}; {CALL.replace('arguments', 'parameters')}", False, "", 2),
-    (JSON, CALL, False, "", 1), (JSON, "[1, 2] is a list", False, "[1, 2] is a list", 0),
-    (JSON, '{"name": "fi', False, '{"name": "fi', 0), (JSON, " hello {", False, " hello {", 0),
-    (JSON, "{]", False, "{]", 0), (JSON, '{"name": []}', False, '{"name": []}', 0),
-    # No beginning of a call is text where an answer was cut.
-    (HERMES, 'Well. <tool_call>\n{"name": "find", "argum', True, "Well. ", 0),
-    (HERMES, f'<tool_call>{CALL}</tool_call>\n<tool_call>{{"na', True, "", 1),
-    (HERMES, f"<tool_call>{CALL}</tool_c", True, "", 1), (HERMES, "Well. <tool_c", True, "Well. ", 0),
-    (HERMES, "a <tool_call> b", True, "a <tool_call> b", 0),
-    (MISTRAL, f"[TOOL_CALLS][{CALL}, {{", True, "", 0),
-    (MISTRAL, "[TOOL_CA", True, "", 0), (LLAMA3, f'<|python_tag|>{CALL}; {{"name": "fi', True, "", 1),
-    (JSON, '{\n"name" : "find", "arg', True, "", 0), (JSON, '[{"na', True, "", 0),
-    (JSON, '{"name": "other", "n', True, '{"name": "other", "n', 0), (JSON, "[1, 2", True, "[1, 2", 0),
-)  # fmt: skip
-
-
-def test_calls_are_found() -> None:
-    templates = ("<tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "")
-    assert [*map(family_of, templates)] == [HERMES, MISTRAL, LLAMA3, JSON]
-    for family, text, cut, shown, number in ANSWERS:
-        for size in (1, 2, 7, 1000):
-            assert scan(family, text, size, cut=cut) == (shown, [FOUND] * number), (family.name, text, cut)
-
-
-@given(st.lists(st.sampled_from(["<tool_call>", "</tool_call>", *'{}["a ;\\']), max_size=12))
-@settings(max_examples=50)
-def test_what_is_no_call_stays_text(parts: list[str]) -> None:
-    text = "".join(parts)
-    for family in (HERMES, JSON, LLAMA3, MISTRAL):
-        assert scan(family, text, 1) == (text, []) == scan(family, text, 100)
-
-
+HERMES, JSON = AnswerFormat(calls=(GENERIC,)), AnswerFormat(calls=(JSON_OBJECT,))
+LIST = AnswerFormat(calls=(dataclasses.replace(JSON_OBJECT, section=("[", "]"), separator=", "),))
 PROPERTIES = {"n": {"type": "integer"}}
 SCHEMA = {"type": "object", "properties": PROPERTIES, "required": ["n"], "additionalProperties": False}
 STRICT = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("find", "add")]
 
 
-def said(name: str, arguments: Any, key: str = "arguments") -> str:
-    return json.dumps({"name": name, key: arguments})
-
-
-Follows = Callable[..., bool]
+Follows = Callable[[Grammar | None, str], bool]
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +46,9 @@ def follows(tokenizer: Tokenizer, compiler: GrammarCompiler) -> Follows:
     """Whether an answer can be a text, to its end."""
     ends = GenerationConfig().stop_ids(tokenizer.eos_ids)
 
-    def found(family: Family, text: str, *, several: bool = True) -> bool:
-        strict = ["find"] if several else []
-        matcher = compiler.matcher(optional(family, STRICT, strict=strict, several=several), ends)
+    def found(grammar: Grammar | None, text: str) -> bool:
+        assert grammar is not None
+        matcher = compiler.matcher(grammar, ends)
         for token in tokenizer.encode(text, add_special_tokens=False) if text else ():
             if not matcher.allowed()[token]:
                 return False
@@ -124,35 +59,132 @@ def follows(tokenizer: Tokenizer, compiler: GrammarCompiler) -> Follows:
 
 
 def hermes(arguments: Any, name: str = "find") -> str:
-    return f"<tool_call>\n{said(name, arguments)}\n</tool_call>"
+    return written(HERMES, [{"name": name, "arguments": arguments}])
 
 
 GOOD, BAD = {"n": 3}, {"n": "x"}
 
 
+def bare(arguments: Any, name: str = "find") -> str:
+    return written(JSON, [{"name": name, "arguments": arguments}])
+
+
 def test_calls_of_strict_tools_match_their_schemas(follows: Follows) -> None:
-    for family, text, expected in (
+    for found, text, expected in (
         (HERMES, "", True), (HERMES, "Hello < 3 <tool_ca\n\n{}", True),
         (HERMES, f"Well. {hermes(GOOD)}", True), (HERMES, f"{hermes(GOOD)}\n{hermes(GOOD)} done", True),
         (HERMES, hermes(BAD), False), (HERMES, f"Well. {hermes(GOOD)} and {hermes(BAD)}", False),
-        (HERMES, f"<tool_call>{said('find', BAD)}</tool_call>", False),
+        (HERMES, f"<tool_call>{bare(BAD)}</tool_call>", False),
         # Only `find` is strict.
         (HERMES, hermes(BAD, "add"), True), (HERMES, hermes({}, "other"), False),
-        (JSON, "Hello {", True), (JSON, said("find", GOOD), True), (JSON, f"\n{said('find', GOOD)}", True),
-        (JSON, said("find", BAD), False), (LLAMA3, said("find", GOOD, "parameters"), True),
-        (LLAMA3, said("find", BAD, "parameters"), False),
-        (MISTRAL, f"[{said('find', GOOD)}, {said('add', BAD)}]", True),
-        (MISTRAL, f"[{said('find', BAD)}]", False), (MISTRAL, "", True),
+        (JSON, "Hello {", True), (JSON, bare(GOOD), True), (JSON, f"\n{bare(GOOD)}", True),
+        (JSON, bare(BAD), False), (LIST, f"[{bare(GOOD)}, {bare(BAD, 'add')}]", True),
+        (LIST, f"[{bare(BAD)}]", False), (LIST, "", True),
     ):  # fmt: skip
-        assert follows(family, text) is expected, (family.name, text)
+        grammar = answer_grammar(found, STRICT, required=False, several=True, strict=["find"])
+        assert follows(grammar, text) is expected, text
     # One call at most.
-    for family, text, expected in (
+    for found, text, expected in (
         (HERMES, f"Well. {hermes(BAD)}", True), (HERMES, f"{hermes(GOOD)}\n{hermes(GOOD)}", False),
-        (MISTRAL, f"[{said('find', BAD)}]", True),
-        (MISTRAL, f"[{said('find', GOOD)}, {said('find', GOOD)}]", False),
-        (JSON, said("find", BAD), True), (JSON, f"{said('find', GOOD)} {said('find', GOOD)}", False),
+        (LIST, f"[{bare(BAD)}]", True), (LIST, f"[{bare(GOOD)}, {bare(GOOD)}]", False),
+        (JSON, bare(BAD), True), (JSON, f"{bare(GOOD)} {bare(GOOD)}", False),
     ):  # fmt: skip
-        assert follows(family, text, several=False) is expected, (family.name, text)
+        grammar = answer_grammar(found, STRICT, required=False, several=False)
+        assert follows(grammar, text) is expected, text
+    assert answer_grammar(HERMES, STRICT, required=False, several=True) is None
+
+
+def test_a_call_or_an_answer_of_the_response_format(follows: Follows) -> None:
+    schema = json.dumps({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]})
+    for form, good, bad in (
+        (Grammar(kind="json"), '{"x":1}', "x"),
+        (Grammar(kind="json_schema", text=schema), '{"a": 1}', '{"a": 2}'),
+        (Grammar(kind="regex", text="a/[0-9]+"), "a/17", "a/"),
+        (Grammar(kind="lark", text='start: call\ncall: "so" /[.]+/'), "so..", "so"),
+    ):  # fmt: skip
+        for found in (HERMES, FORMATS["thinking"]):
+            grammar = answer_grammar(found, STRICT, required=False, several=True, schema=form)
+            for text, expected in ((good, True), (hermes(GOOD), True), (bad, False), (hermes(BAD), False)):
+                assert follows(grammar, text) is expected, (form, text)
+
+
+FORMATS = {name: own.template_of(source).answer_format for name, source in own.TEMPLATES.items()}
+
+
+def random_answer(matcher: Matcher, found: AnswerFormat, tokenizer: Tokenizer, seed: int) -> str | None:
+    """A random text of a grammar that often writes what ends values; None if it does not end soon."""
+    draw, tokens = np.random.default_rng(seed), list[int]()
+    syntax, parts = found.syntax, found.syntax.elements
+    marks = ['"', "}", "]", ")", syntax.quote, parts.after if parts is not None else ","]
+    planned: list[int] = []
+    while not matcher.complete:
+        allowed = np.flatnonzero(matcher.allowed())
+        assert allowed.size
+        if not planned and draw.random() < 0.4:
+            planned = tokenizer.encode(str(draw.choice(marks)), add_special_tokens=False)
+        token, *planned = planned or [int(draw.choice(allowed))]
+        if token not in allowed:
+            token, planned = int(draw.choice(allowed)), []
+        if token in tokenizer.eos_ids:
+            break
+        if len(tokens) >= 2000:
+            return None
+        matcher.take([token])
+        tokens.append(token)
+    return tokenizer.decode(tokens)
+
+
+KINDS = {"city": str, "days": int, "share": (int, float), "deep": bool, "names": list, "more": dict}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_forced_calls_are_read_and_match(
+    name: str, follows: Follows, compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    """In every syntax: the template's own calls follow the grammar, others do not, and random texts of the
+    grammar are calls of the tools."""
+    found = FORMATS[name]
+    simple, other = own.SIMPLE, {"city": "17"}
+    forced = answer_grammar(found, own.TOOLS, required=True, several=True)
+    for calls, expected in (
+        ([("get_weather", simple)], True), ([("find.all-2", other)], True), ([("get_weather", {})], False),
+        ([("other", other)], False), ([("get_weather", simple | {"days": "x"})], False),
+        ([("get_weather", simple), ("find.all-2", other)], True), ([], False),
+    ):  # fmt: skip
+        text = (
+            written(found, [{"name": tool, "arguments": values} for tool, values in calls]) if calls else "Hi"
+        )
+        assert follows(forced, text) is expected, text
+    stops, read = GenerationConfig().stop_ids(tokenizer.eos_ids), 0
+    for seed in range(6):
+        text = random_answer(compiler.matcher(forced, stops), found, tokenizer, seed)
+        if text is not None:
+            read += 1
+            thought, shown, calls = own.scanned(found, text, 3)
+            assert (thought, shown.strip()) == ("", ""), text
+            assert calls, text
+            for _, values, whole in calls:
+                assert whole, text
+                assert "city" in values, text
+                assert all(isinstance(value, KINDS[key]) for key, value in values.items()), text
+    assert read
+
+
+def test_markers_that_are_special_tokens_are_forced_as_tokens(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    ids = dict(tokenizer.special_tokens())
+    syntax = dataclasses.replace(GENERIC, opening="<|user|>call ", closing="<|begin|><|end|>")
+    found = AnswerFormat(calls=(syntax,), special=tuple(ids.items()), ends=("<|end|>",))
+    stops = GenerationConfig().stop_ids(tokenizer.eos_ids)
+    text = tokenizer.encode('call {"name": "find", "arguments": {"n": 3}}', add_special_tokens=False)
+    for required, before in ((True, []), (False, tokenizer.encode("Well. ", add_special_tokens=False))):
+        grammar = answer_grammar(found, STRICT, required=required, several=True, strict=["find", "add"])
+        matcher = compiler.matcher(grammar, stops)
+        for token in [*before, ids["<|user|>"], *text, ids["<|begin|>"]]:
+            assert matcher.allowed()[token]
+            matcher.take([token])
+        assert matcher.allowed()[tokenizer.eos_ids[0]] or matcher.complete
 
 
 def pointed(integers, **more):
@@ -225,10 +257,11 @@ def test_calls_are_completed_before_they_reach_their_length(compiler, tokenizer)
     names = {each["function"]["name"] for each in tools}
     stops = GenerationConfig().stop_ids(tokenizer.eos_ids)
     endings, called = collections.Counter(), set()
-    for family, several, seed in itertools.product((HERMES, LLAMA3, MISTRAL, JSON), (False, True), range(12)):
+    for found, several, seed in itertools.product((HERMES, LIST, JSON), (False, True), range(12)):
         # The last ones end by themselves.
         limited, draw = seed < 6, np.random.default_rng(seed)
-        grammar = forced(family, tools if limited else TOOLS, several=several)
+        given = tools if limited else TOOLS
+        grammar = answer_grammar(found, given, required=True, several=several)
         most = 250 + 60 * seed if limited else 3000
         matcher, tokens = compiler.matcher(grammar, stops, *[most] * limited), []
         while not matcher.complete and len(tokens) < most:
@@ -237,19 +270,18 @@ def test_calls_are_completed_before_they_reach_their_length(compiler, tokenizer)
                 break
             matcher.take([token])
             tokens.append(token)
-        scanner = ToolScanner(family, names)
-        shown, calls = scanner.feed(tokenizer.decode(tokens))
+        _, shown, calls = own.scanned(found, tokenizer.decode(tokens), 1000, tools=tools)
         assert len(calls) == 1 or (several and calls)
-        assert not (shown + scanner.finish(cut=False)[0]).strip()
-        called |= {each.name for each in calls}
-        for each in calls:
-            arguments = json.loads(each.arguments)
-            if each.name == "write":
+        assert not shown.strip()
+        called |= {name for name, _, _ in calls}
+        for name, arguments, whole in calls:
+            assert whole
+            if name == "write":
                 assert {"text", "names", "size"} <= arguments.keys() <= open_ended["properties"].keys()
                 assert arguments["size"] >= 25
                 assert all(len(name) >= 2 for name in arguments["names"])
             else:
-                require_arguments(each.name, arguments)
+                require_arguments(name, arguments)
         endings[matcher.completed] += limited
     assert min(endings[True], endings[False]) > 3
     assert called == names
@@ -314,12 +346,12 @@ def test_objects_are_closed_where_they_name_their_properties():
 
 def test_numbers_without_bounds_are_bounded(compiler, tokenizer):
     """Else a small model's digits need not end."""
-    for own in (
+    for given in (
         {"type": ["integer", "null"], "exclusiveMinimum": 3, "maximum": 10**20},
         {"type": "number", "enum": [1e40]},
         {"type": "string"},
     ):
-        assert narrowed({"items": own})["items"] == own
+        assert narrowed({"items": given})["items"] == given
 
     def accepted(schema, text):
         """How much of a text the narrowed schema accepts, character by character."""
