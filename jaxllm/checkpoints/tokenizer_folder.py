@@ -5,21 +5,23 @@ Older folders have a SentencePiece model, or a vocabulary and merges: these are 
 if it is installed. Code in a folder or named by it (`auto_map`) is never run.
 """
 
+import dataclasses
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxllm.errors import CheckpointError, ConfigError, one_line
+from jaxllm.errors import CheckpointError, ConfigError, TemplateError, one_line
 from jaxllm.files.atomic import atomic_file
-from jaxllm.files.input_files import read_bytes, read_json
+from jaxllm.files.input_files import read_bytes, read_json, read_text
 from jaxllm.sampling_state import MODEL_SAMPLING, Sampling
-from jaxllm.text.tokenizer import AnyTokenizer, TokenizerFiles, open_tokenizer
+from jaxllm.text.tokenizer import AnyTokenizer, Tokenizer, TokenizerFiles, open_tokenizer
 from jaxllm.text.tokenizer_files import MAX_TEMPLATES
 
 # The largest published tokenizer.json files take about 40 MiB.
 MAX_FILE_BYTES = 256 << 20
+_MAX_TEMPLATE_BYTES = 1 << 20
 
 _SPECIAL_NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
@@ -112,6 +114,25 @@ def write_tokenizer(folder: Path, files: TokenizerFiles) -> None:
     for name, source in files.templates.items():
         (folder / _MORE_TEMPLATES).mkdir(exist_ok=True)
         _write(folder / _MORE_TEMPLATES / f"{name}.jinja", source)
+
+
+def with_chat_template(tokenizer: Tokenizer, path: Path) -> Tokenizer:
+    """A tokenizer with the chat template of a file for all conversations.
+
+    Raises:
+      ConfigError: the file cannot be read, is too long, or is no template.
+    """
+    # Here, because it imports Jinja.
+    from jaxllm.text.template_program import parse
+
+    try:
+        source = read_text(path, _MAX_TEMPLATE_BYTES)
+        parse(source)
+    except (OSError, UnicodeDecodeError, ConfigError, TemplateError) as error:
+        raise ConfigError(
+            f"the chat template {path} cannot be read: {one_line(error)}; give a file of Jinja source"
+        ) from error
+    return tokenizer.with_files(dataclasses.replace(tokenizer.files, chat_template=source, templates={}))
 
 
 def _write(path: Path, text: str) -> None:

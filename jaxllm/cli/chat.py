@@ -89,7 +89,9 @@ def chat_command(
         with progress_bars() as progress:
             engine = dataclasses.replace(choice, level=level).open(progress, images=bool(images))
         if chat_template is not None:
-            engine.model.tokenizer = engine.tokenizer.with_chat_template(chat_template)
+            from jaxllm.checkpoints.tokenizer_folder import with_chat_template
+
+            engine.model.tokenizer = with_chat_template(engine.tokenizer, chat_template)
         return engine
 
     engine = opened(choice.level)

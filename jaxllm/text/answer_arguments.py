@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxllm.text.answer_format import JSON_TYPES, CallSyntax, Elements, json_type
-from jaxllm.text.answer_input import Failed, Input, Reading
+from jaxllm.text.answer_input import Failed, Input, Parsing
 
 Sink = Callable[[str], None]
 
@@ -25,7 +25,7 @@ _HEX = {"x": 2, "u": 4, "U": 8}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "\n": ""}
 
 
-def json_value(text: Input, sink: Sink) -> Reading[None]:
+def json_value(text: Input, sink: Sink) -> Parsing[None]:
     """Reads a JSON value, as it is. Whether an object or list is well-formed is not checked."""
     first = yield from text.char()
     if first == '"':
@@ -65,7 +65,7 @@ def json_value(text: Input, sink: Sink) -> Reading[None]:
         at = text.at
 
 
-def json_string(text: Input, sink: Sink) -> Reading[None]:
+def json_string(text: Input, sink: Sink) -> Parsing[None]:
     """Reads a JSON string, as it is."""
     yield from text.literal('"')
     sink('"')
@@ -76,7 +76,7 @@ def json_string(text: Input, sink: Sink) -> Reading[None]:
             return
 
 
-def _string_part(text: Input, quote: str) -> Reading[tuple[str, bool]]:
+def _string_part(text: Input, quote: str) -> Parsing[tuple[str, bool]]:
     """Some characters of a string, escapes whole, and whether its end follows, which is then read."""
     while True:
         at = text.at
@@ -101,7 +101,7 @@ def _string_part(text: Input, quote: str) -> Reading[tuple[str, bool]]:
         yield
 
 
-def arguments(text: Input, syntax: CallSyntax, schema: Any, sink: Sink) -> Reading[None]:
+def arguments(text: Input, syntax: CallSyntax, schema: Any, sink: Sink) -> Parsing[None]:
     """Reads the arguments of a call after the text before them, and writes a JSON object.
 
     Args:
@@ -138,7 +138,7 @@ class _Values:
     python: bool
 
 
-def _members(text: Input, style: _Values, sink: Sink, depth: int) -> Reading[None]:
+def _members(text: Input, style: _Values, sink: Sink, depth: int) -> Parsing[None]:
     """Keys and values, up to the end, which is read."""
     sink("{")
     comma = ""
@@ -162,7 +162,7 @@ def _members(text: Input, style: _Values, sink: Sink, depth: int) -> Reading[Non
         comma = ", "
 
 
-def _key(text: Input, style: _Values) -> Reading[str]:
+def _key(text: Input, style: _Values) -> Parsing[str]:
     first = yield from text.char()
     if first in ('"', "'") or (len(style.quote) > 1 and first == style.quote[0]):
         pieces: list[str] = []
@@ -174,7 +174,7 @@ def _key(text: Input, style: _Values) -> Reading[str]:
     return json.dumps(key, ensure_ascii=False)
 
 
-def _value(text: Input, style: _Values, sink: Sink, depth: int) -> Reading[None]:
+def _value(text: Input, style: _Values, sink: Sink, depth: int) -> Parsing[None]:
     yield from text.spaces()
     first = yield from text.char()
     if len(style.quote) > 1 and (yield from text.literal(style.quote)):
@@ -212,7 +212,7 @@ def _value(text: Input, style: _Values, sink: Sink, depth: int) -> Reading[None]
     sink(_word(word, python=style.python))
 
 
-def _items(text: Input, style: _Values, end: str, sink: Sink, depth: int) -> Reading[None]:
+def _items(text: Input, style: _Values, end: str, sink: Sink, depth: int) -> Parsing[None]:
     sink("[")
     comma = ""
     while True:
@@ -286,7 +286,7 @@ def _letter(match: "re.Match[str]") -> str:
     return _ESCAPES.get(letter, letter if letter in "\\'\"/" else match[0])
 
 
-def _elements(text: Input, parts: Elements, schema: Any, sink: Sink) -> Reading[None]:
+def _elements(text: Input, parts: Elements, schema: Any, sink: Sink) -> Parsing[None]:
     """Elements, up to what is none."""
     properties = schema.get("properties") if isinstance(schema, Mapping) else None
     properties = properties if isinstance(properties, Mapping) else {}
@@ -321,27 +321,27 @@ def _elements(text: Input, parts: Elements, schema: Any, sink: Sink) -> Reading[
 
 def _element(
     text: Input, after: str, line: str, kinds: set[str], parts: Elements, sink: Sink
-) -> Reading[None]:
+) -> Parsing[None]:
     raw = kinds == {"string"} and not parts.quoted
     if (yield from text.literal("<![CDATA[")):
         after = f"]]>{after}"
     if raw:
         sink('"')
     pieces: list[str] = []
-    held = ""
+    partial = ""
     nested = not raw and bool(kinds) and "string" not in kinds and not kinds & {*parts.python}
     if nested and (yield from text.char()) in ("{", "["):
         # Its strings may have the marker.
         yield from json_value(text, pieces.append)
     while True:
         part, closed = yield from text.until(after)
-        part, held = held + part, ""
+        part, partial = partial + part, ""
         if closed:
             part = part.removesuffix(line)
         elif not part:
             raise Failed
         elif line and part.endswith(line):
-            part, held = part[: -len(line)], line
+            part, partial = part[: -len(line)], line
         if raw:
             sink(_inner(part))
         else:

@@ -6,6 +6,7 @@ which writes calls into the history where a template does not.
 """
 
 import dataclasses
+import datetime
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -79,7 +80,7 @@ class CallSyntax:
 
     @property
     def kind(self) -> str:
-        """Name of the syntax, for tables."""
+        """Name of the syntax, for display."""
         if self.arguments != "json":
             return {"elements": "XML parameters", "python": "pythonic", "bare": "bare keys"}[self.arguments]
         if self.keys is None:
@@ -200,6 +201,32 @@ def with_tokens(found: AnswerFormat, tokenizer: "Tokenizer") -> AnswerFormat:
     special = tuple((text, number) for text, number in tokenizer.special_tokens() if text in markers)
     ends = tuple(text for text, number in tokenizer.special_tokens() if number in tokenizer.eos_ids)
     return dataclasses.replace(found, special=special, ends=ends)
+
+
+def begins_in_thought(
+    tokenizer: "Tokenizer", options: Mapping[str, Any] | None = None, *, tools: bool = False
+) -> bool:
+    """Whether the prompt of a conversation ends inside of an opened thought.
+
+    Args:
+      tokenizer: tokenizer of the model.
+      options: `template_options` of the conversation.
+      tools: whether it has tools.
+
+    Raises:
+      ConfigError, TemplateError: as `Tokenizer.chat_text`.
+    """
+    opening = tokenizer.answer_format.thought_opening.strip()
+    if not opening:
+        return False
+    tool = {"name": "a", "description": "a", "parameters": {"type": "object", "properties": {}}}
+    prompt = tokenizer.chat_text(
+        [{"role": "user", "content": "a"}],
+        tools=[{"type": "function", "function": tool}] * tools,
+        now=datetime.datetime(2026, 1, 2),
+        template_options=options,
+    )
+    return prompt.text.rstrip().endswith(opening)
 
 
 def make_scanner(

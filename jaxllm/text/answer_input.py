@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 from typing import TypeVar
 
 _T = TypeVar("_T")
-Reading = Generator[None, None, _T]
+Parsing = Generator[None, None, _T]
 
 # White space within markers that is read at most.
 MOST_SPACES = 64
@@ -58,13 +58,13 @@ class Input:
         """Whether all text was read."""
         return self.at >= len(self.text)
 
-    def char(self) -> Reading[str]:
+    def char(self) -> Parsing[str]:
         """The next character, which stays; empty at the end."""
         while self.at >= len(self.text) and not self.ended:
             yield
         return self.text[self.at : self.at + 1]
 
-    def literal(self, text: str) -> Reading[bool]:
+    def literal(self, text: str) -> Parsing[bool]:
         """Whether a text comes next, which is then read."""
         while True:
             there = self.text[self.at : self.at + len(text)]
@@ -75,14 +75,14 @@ class Input:
                 return False
             yield
 
-    def one_of(self, texts: Sequence[str]) -> Reading[str]:
+    def one_of(self, texts: Sequence[str]) -> Parsing[str]:
         """Reads the first of some texts that comes next; empty if none does."""
         for text in texts:
             if text and (yield from self.literal(text)):
                 return text
         return ""
 
-    def spaces(self) -> Reading[str]:
+    def spaces(self) -> Parsing[str]:
         """Reads white space, of a bounded length."""
         while True:
             found = _SPACE.match(self.text, self.at)
@@ -92,7 +92,7 @@ class Input:
                 return found[0]
             yield
 
-    def run(self, pattern: re.Pattern[str], most: int) -> Reading[str]:
+    def run(self, pattern: re.Pattern[str], most: int) -> Parsing[str]:
         """Reads the longest run of characters that `pattern` matches (a repeated class)."""
         while True:
             found = pattern.match(self.text, self.at, self.at + most)
@@ -102,7 +102,7 @@ class Input:
                 return self.text[begin:end]
             yield
 
-    def until(self, stop: str) -> Reading[tuple[str, bool]]:
+    def until(self, stop: str) -> Parsing[tuple[str, bool]]:
         """Reads what certainly comes before `stop`, some of it at least.
 
         Returns:
@@ -113,7 +113,7 @@ class Input:
             if found >= 0:
                 part, self.at = self.text[self.at : found], found + len(stop)
                 return part, True
-            end = len(self.text) - held(self.text, stop, self.at)
+            end = len(self.text) - partial(self.text, stop, self.at)
             if self.ended or end > self.at:
                 end = len(self.text) if self.ended else end
                 part, self.at = self.text[self.at : end], end
@@ -121,7 +121,7 @@ class Input:
             yield
 
 
-def held(text: str, stop: str, begin: int = 0) -> int:
+def partial(text: str, stop: str, begin: int = 0) -> int:
     """Number of the last characters that may begin `stop`."""
     most = min(len(stop) - 1, len(text) - begin)
     return next((size for size in range(most, 0, -1) if text.endswith(stop[:size])), 0)

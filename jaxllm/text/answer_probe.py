@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import json
 import re
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,14 +27,15 @@ from jaxllm.text.answer_format import (
 )
 from jaxllm.text.answer_input import Failed, Input
 from jaxllm.text.chat_template import ChatTemplate, RenderBounds
+from jaxllm.text.child_process import ChildFailed
 from jaxllm.text.known_formats import adjusted
 
 _NOW = datetime.datetime(2026, 1, 2, 3, 4)
 _USER = {"role": "user", "content": "QUESTION"}
 _TEXT, _THOUGHT, _RESULT = "ANSWER", "REASONS", "RESULT"
 _NAMES, _IDS = ("first_tool", "other_tool"), ("aB3dE5fG7", "zY9xW7vU5")
-# Templates are programs of strangers: time of all probes, and of one, and its characters.
-_PROBES_S, _BOUNDS = 8.0, RenderBounds(seconds=1.0, characters=1 << 17)
+# Templates are programs of strangers: bounds of a probe, and how many may exceed them.
+_MOST_EXCEEDED, _BOUNDS = 2, RenderBounds(seconds=1.0, characters=1 << 17)
 # One value of every JSON type, in the order of `JSON_TYPES`; no text within another one.
 _VALUES: dict[str, Any] = dict(
     alpha="WORDS", beta=1047, gamma=0.5, delta=True, epsilon=None, zeta=[3, None, {"eta": False}],
@@ -78,7 +78,7 @@ class _Probe:
         self._parts = template.reads_parts_alone
         kinds = zip(_VALUES, JSON_TYPES, strict=True)
         self._parameters = {"properties": {key: {"type": kind} for key, kind in kinds}}
-        # Few and plain, because some templates write signatures of well-known types alone.
+        # Few and plain, because some templates write well-known types alone.
         properties = {key: {"type": kind, "description": "Value."} for key, kind in _PLAIN.items()}
         parameters = {"type": "object", "properties": properties, "required": ["alpha"]}
         self._tools = [
@@ -86,7 +86,7 @@ class _Probe:
             for name in _NAMES
         ]
         self._as_text = False
-        self._until_s = time.monotonic() + _PROBES_S
+        self._exceeded = 0
 
     def render(self, *messages: Mapping[str, Any], gen: bool = False, **options: Any) -> str | None:
         """The text of messages after the question; None if the template refuses them."""
@@ -94,7 +94,7 @@ class _Probe:
         for each in given if self._parts else ():
             if isinstance(each.get("content"), str):
                 each["content"] = _part(each["content"], True)
-        if time.monotonic() > self._until_s:
+        if self._exceeded > _MOST_EXCEEDED:
             return None
         try:
             return self._template.plain(
@@ -105,7 +105,8 @@ class _Probe:
                 options=options,
                 bounds=_BOUNDS,
             )
-        except (TemplateError, ConfigError):
+        except (TemplateError, ConfigError) as error:
+            self._exceeded += isinstance(error.__cause__, ChildFailed)
             return None
 
     def turn(self, *messages: Mapping[str, Any], gen: bool = False, **options: Any) -> str | None:
@@ -230,7 +231,7 @@ class _Probe:
                 )
                 for each in (one, two or "")
             )
-            found = _Reading(one, two if several else None, values, self._parameters, after).syntax()
+            found = _CallProbe(one, two if several else None, values, self._parameters, after).syntax()
             if found is not None:
                 return (found[0],), several, found[1]
         self._as_text = False
@@ -262,7 +263,7 @@ def _answer() -> dict[str, Any]:
 _CALL_ONE = (_NAMES[0], {"alpha": "WORDS"}, _IDS[0])
 
 
-class _Reading:
+class _CallProbe:
     """Finds the syntax of calls in the rendering of one call, and that of two."""
 
     def __init__(
@@ -277,9 +278,9 @@ class _Reading:
         found = self._object(self._one, _NAMES[0], self._values)
         if found is not None:
             begin, end, keys, head, middle, tail = found
-            second = self._object(self._two, _NAMES[1], _OTHER, end) if self._two else None
-            if second is not None:
-                between, last = self._two[end : second[0]], self._two[second[1] :]
+            two = self._two or ""
+            if (second := self._object(two, _NAMES[1], _OTHER, end)) is not None:
+                between, last = two[end : second[0]], two[second[1] :]
             else:
                 between, last = None, self._one[end:]
             section, opening, closing, separator, rest = self._around(self._one[:begin], between, last)

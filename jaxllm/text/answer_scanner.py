@@ -8,12 +8,12 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.text.answer_arguments import arguments, json_string, json_value
 from jaxllm.text.answer_format import ANY, NAME, AnswerFormat, CallSyntax
-from jaxllm.text.answer_input import Failed, Input, Reading
+from jaxllm.text.answer_input import Failed, Input, Parsing
 from jaxllm.text.answer_parts import CallArguments, CallBegins, CallEnds, Part, Text, Thinking
 
 # Mistral's templates require ids of this form.
@@ -85,7 +85,7 @@ class FormatScanner:
         parts, self._parts = self._parts, []
         return tuple(_joined(parts))
 
-    def _answer(self, *, thinking: bool) -> Reading[None]:
+    def _answer(self, *, thinking: bool) -> Parsing[None]:
         text, found = self._input, self._format
         if thinking:
             yield from self._thought()
@@ -119,7 +119,7 @@ class FormatScanner:
             or any(each in opening for each in special)
         )
 
-    def _thought(self) -> Reading[None]:
+    def _thought(self) -> Parsing[None]:
         """The rest of a thought, up to its closing, which is read."""
         text, closing, shown = self._input, self._format.thought_closing.strip(), _Trimmed(fresh=True)
         while True:
@@ -132,12 +132,12 @@ class FormatScanner:
             if text.ended and text.empty:
                 return
 
-    def _text_before_mark(self) -> Reading[str]:
+    def _text_before_mark(self) -> Parsing[str]:
         part, mark = yield from self._before(self._marks)
         self._show(part)
         return mark
 
-    def _before(self, marks: "_Marks") -> Reading[tuple[str, str]]:
+    def _before(self, marks: "_Marks") -> Parsing[tuple[str, str]]:
         """Reads text that certainly is none of the marks, and one that follows it; empty for none."""
         text = self._input
         while True:
@@ -151,7 +151,7 @@ class FormatScanner:
                     return part, ""
                 yield
                 continue
-            size = marks.held(text.text, text.at)
+            size = marks.partial(text.text, text.at)
             end = len(text.text) if text.ended else len(text.text) - size
             if end > text.at or text.ended:
                 # Of an answer that was cut, what may be the beginning of a mark is dropped.
@@ -167,7 +167,7 @@ class FormatScanner:
             self._parts.append(Text(shown))
             self._begun = True
 
-    def _bare_call(self) -> Reading[bool]:
+    def _bare_call(self) -> Parsing[bool]:
         """Whether calls without a marker come at the beginning of the answer; else what was read is text."""
         text = self._input
         spaces = yield from text.spaces()
@@ -182,12 +182,12 @@ class FormatScanner:
         self._bare_may_begin = False
         return False
 
-    def _call(self, mark: str) -> Reading[bool]:
+    def _call(self, mark: str) -> Parsing[bool]:
         """Whether calls begin after a mark; else it was text."""
         attempts = [(syntax, pieces[1:]) for syntax, pieces in self._attempts[mark]]
         return (yield from self._attempt(attempts, mark))
 
-    def _attempt(self, attempts: Sequence[tuple[CallSyntax, Sequence[str]]], before: str) -> Reading[bool]:
+    def _attempt(self, attempts: Sequence[tuple[CallSyntax, Sequence[str]]], before: str) -> Parsing[bool]:
         text = self._input
         text.mark()
         for syntax, pieces in attempts:
@@ -221,7 +221,7 @@ class FormatScanner:
             return
         self._show(shown)
 
-    def _pattern(self, pieces: Sequence[str]) -> Reading[bool]:
+    def _pattern(self, pieces: Sequence[str]) -> Parsing[bool]:
         """Whether the pieces of a marker come next, which are then read."""
         text = self._input
         for piece in pieces:
@@ -232,7 +232,7 @@ class FormatScanner:
                 return False
         return True
 
-    def _named(self, syntax: CallSyntax) -> Reading[str | None]:
+    def _named(self, syntax: CallSyntax) -> Parsing[str | None]:
         """The name of a tool and what follows it; None if they do not come next."""
         text = self._input
         yield from text.spaces()
@@ -242,7 +242,7 @@ class FormatScanner:
         pieces = _PIECES.findall(syntax.middle)
         return name if (yield from self._pattern(pieces)) else None
 
-    def _calls(self, syntax: CallSyntax, before: str, name: str | None = None) -> Reading[None]:
+    def _calls(self, syntax: CallSyntax, before: str, name: str | None = None) -> Parsing[None]:
         """Calls one after another; the first one's marker was read, and its name if it stands alone."""
         text, item = self._input, _PIECES.findall(syntax.opening)
         skips = {*_pieces(syntax.closing), *_pieces(syntax.separator), *_pieces(syntax.section[1])}
@@ -293,7 +293,7 @@ class FormatScanner:
         self._begun = True
         return index
 
-    def _arguments(self, syntax: CallSyntax, name: str) -> Reading[bool]:
+    def _arguments(self, syntax: CallSyntax, name: str) -> Parsing[bool]:
         """The arguments of a call whose name was read; whether the call is complete."""
         index, pieces = self._begin(name), list[str]()
         try:
@@ -328,7 +328,7 @@ class FormatScanner:
         self._parts.append(CallEnds(index))
         return True
 
-    def _object(self, syntax: CallSyntax, before: str) -> Reading[bool]:
+    def _object(self, syntax: CallSyntax, before: str) -> Parsing[bool]:
         """A call that is a JSON object, at its brace; whether it is complete. What is none becomes text."""
         text, index, pieces, name = self._input, -1, list[str](), None
         assert syntax.keys is not None
@@ -352,7 +352,7 @@ class FormatScanner:
                     name = found[0]
                 elif key in (syntax.keys[1], *_ARGUMENT_KEYS) and index < 0 and not early:
                     if name is None:
-                        yield from self._object_value(lambda part: (early.append(part), taken.append(part)))
+                        yield from self._object_value(_both(early, taken))
                     else:
                         first = yield from text.char()
                         if first not in ("{", '"'):
@@ -377,12 +377,12 @@ class FormatScanner:
             return False
         return self._end(index, pieces)
 
-    def _key(self, taken: list[str]) -> Reading[str]:
+    def _key(self, taken: list[str]) -> Parsing[str]:
         """A key of an object and its colon."""
         text, pieces = self._input, list[str]()
         if (yield from text.char()) != '"':
             raise Failed
-        yield from json_string(text, lambda part: (pieces.append(part), taken.append(part)))
+        yield from json_string(text, _both(pieces, taken))
         taken.append((yield from text.spaces()))
         if not (yield from text.literal(":")):
             raise Failed
@@ -390,17 +390,17 @@ class FormatScanner:
         taken.append((yield from text.spaces()))
         return _decoded("".join(pieces))
 
-    def _name_value(self, found: list[str], taken: list[str]) -> Reading[None]:
+    def _name_value(self, found: list[str], taken: list[str]) -> Parsing[None]:
         text, pieces = self._input, list[str]()
         if (yield from text.char()) != '"':
             raise Failed
-        yield from json_string(text, lambda part: (pieces.append(part), taken.append(part)))
+        yield from json_string(text, _both(pieces, taken))
         name = _decoded("".join(pieces))
         if name not in self._schemas:
             raise Failed
         found.append(name)
 
-    def _object_value(self, sink: Any) -> Reading[None]:
+    def _object_value(self, sink: Any) -> Parsing[None]:
         """Arguments: an object, or the text of one."""
         text = self._input
         first = yield from text.char()
@@ -449,7 +449,7 @@ class _Marks:
         self.beginnings = {text[:size] for text in texts for size in range(1, len(text))}
         self._most = max(map(len, self.beginnings), default=0)
 
-    def held(self, text: str, begin: int) -> int:
+    def partial(self, text: str, begin: int) -> int:
         """Number of the last characters that may begin one of the texts."""
         most = min(self._most, len(text) - begin)
         return next((size for size in range(most, 0, -1) if text[-size:] in self.beginnings), 0)
@@ -492,6 +492,14 @@ def _decoded(text: str) -> str:
         return json.loads(text)
     except ValueError:
         raise Failed from None
+
+
+def _both(one: list[str], other: list[str]) -> Callable[[str], None]:
+    def sink(text: str) -> None:
+        one.append(text)
+        other.append(text)
+
+    return sink
 
 
 def _nothing(text: str) -> None:

@@ -18,14 +18,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2.nodes
 import numpy as np
 
 from jaxllm.errors import ConfigError, TemplateError, one_line
-from jaxllm.files.input_files import read_text
 from jaxllm.text.child_process import ChildFailed, TextProcess
 from jaxllm.text.marked_text import MarkedText, Marks
 from jaxllm.text.template_program import TemplateProgram, parse, variables_of
@@ -65,7 +63,6 @@ _MAX_OPTIONS, _OPTION_DEPTH = 32, 3
 KNOWN_TEMPLATES = {"6f24638e0e8f35881f2cea5bb934b6761941fe69fab9d8c55ec003dcab379c6f"}
 # Time limit of any other template; ordinary ones take milliseconds.
 RENDER_S = 5.0
-_MAX_BYTES = 1 << 20
 _START_S = 60.0
 RENDER_BYTES = 1 << 29
 
@@ -321,16 +318,6 @@ def _templates_process() -> TextProcess:
     # A render's time limit does not count the start of the process, which a busy machine may delay.
     empty = {"operation": "render", "source": "", "variables": {}, "now": None}
     return TextProcess(memory_bytes=RENDER_BYTES, setup=empty, setup_s=_START_S)
-
-
-def read_template(path: Path) -> str:
-    """The source in a template's file; raises ConfigError."""
-    try:
-        return read_text(path, _MAX_BYTES)
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        raise ConfigError(
-            f"the chat template {path} cannot be read: {one_line(error)}; give a file of Jinja source"
-        ) from error
 
 
 def _is_option(value: Any, depth: int = 0) -> bool:

@@ -9,13 +9,11 @@ character.
 
 import contextlib
 import copy
-import dataclasses
 import datetime
 import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import numpy as np
@@ -158,25 +156,9 @@ class Tokenizer:
         self._most_tokens: int | None = None
         self._unlimited = self
 
-    def with_chat_template(self, path: Path) -> "Tokenizer":
-        """This tokenizer with the chat template of a file for all conversations.
-
-        Raises:
-          ConfigError: the file cannot be read, is too long, or is no template.
-        """
-        from jaxllm.text.chat_template import ChatTemplate, read_template
-
-        source = read_template(path)
-        try:
-            ChatTemplate(source, self.files.special)
-        except TemplateError as error:
-            raise ConfigError(f"{path} is no chat template: {error}") from error
-        files = dataclasses.replace(self.files, chat_template=source, templates={})
-        made = copy.copy(self)
-        made.files, made._unlimited = files, made
-        for cached in ("_compiled_template", "_tools_template", "_answer_format"):
-            made.__dict__.pop(cached, None)
-        return made
+    def with_files(self, files: TokenizerFiles) -> "Tokenizer":
+        """This tokenizer with other templates."""
+        return Tokenizer(files, ordinary=isinstance(self._tokenizer, LibraryTokenizer))
 
     @property
     def digest(self) -> str:
@@ -439,27 +421,6 @@ class Tokenizer:
         if not self.has_chat_template:
             return PLAIN_FORMAT
         return with_tokens(format_of(self._template(["any"])), self)
-
-    def begins_in_thought(self, options: Mapping[str, Any] | None = None, *, tools: bool = False) -> bool:
-        """Whether the prompt of a conversation ends inside of an opened thought.
-
-        Args:
-          options: `template_options` of the conversation.
-          tools: whether it has tools.
-
-        Raises:
-          ConfigError, TemplateError: as `chat_text`.
-        """
-        found = self.answer_format
-        opening = found.thought_opening.strip()
-        if not opening:
-            return False
-        template = self._template(["any"] if tools else [])
-        messages = [{"role": "user", "content": "a"}]
-        prompt = template.render(
-            messages, add_generation_prompt=True, now=datetime.datetime(2026, 1, 2), options=options
-        )
-        return prompt.text.rstrip().endswith(opening)
 
     @property
     def _chat_template(self) -> "ChatTemplate":

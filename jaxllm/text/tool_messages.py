@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxllm.text.answer_format import AnswerFormat, written
 
-_INTRODUCTION = """You can call functions. Their signatures, as JSON schemas:
+_INTRODUCTION = """You can call functions. These are their JSON schemas:
 <tools>
 {tools}
 </tools>

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 
 from jaxllm.bundle.images import has_image_encoder
+from jaxllm.checkpoints.tokenizer_folder import with_chat_template
 from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
 from jaxllm.models.lora import TARGETS, LoraConfig, adapted_parameters, adapter_shapes
@@ -370,7 +371,7 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         engine = Engine.open(model, options=engine_of, speculation=speculation, progress=stages)
         opened.callback(engine.close)
         if options.chat_template is not None:
-            engine.model.tokenizer = engine.tokenizer.with_chat_template(options.chat_template)
+            engine.model.tokenizer = with_chat_template(engine.tokenizer, options.chat_template)
         # What only some requests need: embeddings, copies of caches, images.
         buckets: list[Bucket] = []
         with contextlib.suppress(ConfigError):

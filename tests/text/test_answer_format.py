@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.ground.text_stream import TextStream
-from jaxllm.text.answer_format import GENERIC, JSON_OBJECT, AnswerFormat, CallSyntax, format_of, written
+from jaxllm.text.answer_format import (
+    GENERIC,
+    JSON_OBJECT,
+    AnswerFormat,
+    CallSyntax,
+    begins_in_thought,
+    format_of,
+    written,
+)
 from jaxllm.text.chat_template import ChatTemplate
 from jaxllm.text.known_formats import HARMONY, adjusted
 from jaxllm.text.tokenizer import Tokenizer
@@ -49,11 +57,11 @@ def test_the_prompt_opens_a_thought_unless_it_is_switched_off() -> None:
     files = dataclasses.replace(tiny_tokenizer(), chat_template=own.TEMPLATES["opened"])
     tokenizer = Tokenizer(files)
     assert tokenizer.answer_format.opened
-    assert tokenizer.begins_in_thought()
-    assert tokenizer.begins_in_thought(tools=True)
-    assert not tokenizer.begins_in_thought({"enable_thinking": False})
+    assert begins_in_thought(tokenizer)
+    assert begins_in_thought(tokenizer, tools=True)
+    assert not begins_in_thought(tokenizer, {"enable_thinking": False})
     # The other name of the switch.
-    assert not tokenizer.begins_in_thought({"thinking": False})
+    assert not begins_in_thought(tokenizer, {"thinking": False})
     chat = [{"role": "user", "content": "x"}]
     for options, message in (
         ({"messages": []}, "cannot be an option"), ({"tools": 1}, "cannot be an option"),

@@ -146,6 +146,7 @@ def test_forced_calls_are_read_and_match(
     found = FORMATS[name]
     simple, other = own.SIMPLE, {"city": "17"}
     forced = answer_grammar(found, own.TOOLS, required=True, several=True)
+    assert forced is not None
     for calls, expected in (
         ([("get_weather", simple)], True), ([("find.all-2", other)], True), ([("get_weather", {})], False),
         ([("other", other)], False), ([("get_weather", simple | {"days": "x"})], False),
@@ -180,6 +181,7 @@ def test_markers_that_are_special_tokens_are_forced_as_tokens(
     text = tokenizer.encode('call {"name": "find", "arguments": {"n": 3}}', add_special_tokens=False)
     for required, before in ((True, []), (False, tokenizer.encode("Well. ", add_special_tokens=False))):
         grammar = answer_grammar(found, STRICT, required=required, several=True, strict=["find", "add"])
+        assert grammar is not None
         matcher = compiler.matcher(grammar, stops)
         for token in [*before, ids["<|user|>"], *text, ids["<|begin|>"]]:
             assert matcher.allowed()[token]
