@@ -189,10 +189,8 @@ def _chat_templates(folder: Path, config: Mapping[str, Any]) -> tuple[str | None
     more = folder / _MORE_TEMPLATES
     paths = sorted(more.glob("*.jinja"))[: MAX_TEMPLATES + 1] if more.is_dir() else []
     named |= {path.stem: _read_text(path) or "" for path in paths}
-    bad = next(
-        (name for name in named if not isinstance(name, str) or not _TEMPLATE_NAME.fullmatch(name)), None
-    )
-    if bad is not None or len(named) > MAX_TEMPLATES:
+    bad = [name for name in named if not isinstance(name, str) or not _TEMPLATE_NAME.fullmatch(name)]
+    if bad or len(named) > MAX_TEMPLATES:
         raise CheckpointError(
             f"{folder} has {len(named)} chat templates{f', one named {bad[0]!r:.80}' if bad else ''}; "
             f"at most {MAX_TEMPLATES} are read, with names of letters, digits and _"

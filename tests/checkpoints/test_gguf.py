@@ -222,10 +222,12 @@ def test_byte_pairs_are_rebuilt(tmp_path, split):
     }  # fmt: skip
     keys = {f"tokenizer.ggml.{name}": value for name, value in own.items()}
     keys["tokenizer.chat_template"] = "{{ messages }}"
+    keys["tokenizer.chat_template.tool_use"] = "{{ tools }}"
     path = write_file(tmp_path / "m.gguf", "qwen2", keys, {"token_embd.weight": np.zeros((500, 8))})
     files = read_gguf_tokenizer(read_gguf(path), 500)
     ours = Tokenizer(files)
     assert (files.eos_ids, files.bos_id, files.chat_template) == ((0,), None, "{{ messages }}")
+    assert files.templates == {"tool_use": "{{ tools }}"}
     for text in (TEXT, "12345 cats", "  two  spaces\n\n", "x<|end|>y", "don't, WE'LL"):
         expected = plain.encode(text).ids
         assert ours.encode(text) == expected

@@ -12,7 +12,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxllm.checkpoints import tokenizer_folder
-from jaxllm.checkpoints.tokenizer_folder import read_tokenizer, write_sampling, write_tokenizer
+from jaxllm.checkpoints.tokenizer_folder import (
+    read_tokenizer,
+    with_chat_template,
+    write_sampling,
+    write_tokenizer,
+)
 from jaxllm.errors import CheckpointError, ConfigError
 from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
@@ -157,6 +162,34 @@ NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "templat
 )
 def test_chat_templates(tmp_path: Path, contents: dict[str, Any], expected: str) -> None:
     assert read_tokenizer(write(tmp_path, tokenizer__json=TEXT, **contents)).chat_template == expected
+
+
+def test_named_templates_are_kept_and_one_is_for_tools(tmp_path: Path) -> None:
+    calls = "{{ tools[0].function.name }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    named = [{"name": "tool_use", "template": calls}, NAMED[1]]
+    write(tmp_path, tokenizer__json=TEXT, tokenizer_config__json={"chat_template": named})
+    more = tmp_path / "additional_chat_templates"
+    more.mkdir()
+    (more / "rag.jinja").write_text("documents")
+    files = read_tokenizer(tmp_path)
+    assert (files.chat_template, dict(files.templates)) == ("plain", {"tool_use": calls, "rag": "documents"})
+    assert TokenizerFiles.from_json(files.to_json()) == files
+    tokenizer, tool = Tokenizer(files), {"type": "function", "function": {"name": "find"}}
+    chat = [{"role": "user", "content": "hi"}]
+    assert tokenizer.render_chat(chat, tools=[tool]) == "findhi"
+    assert tokenizer.render_chat(chat) == "plain"
+    write_tokenizer(tmp_path / "copy", files)
+    assert read_tokenizer(tmp_path / "copy").templates == files.templates
+    own = tmp_path / "own.jinja"
+    own.write_text("own")
+    assert with_chat_template(tokenizer, own).render_chat(chat, tools=[tool]) == "own"
+    for text in ("{% if", "x" * (1 << 21)):
+        own.write_text(text)
+        with pytest.raises(ConfigError, match=r"own\.jinja cannot be read"):
+            with_chat_template(tokenizer, own)
+    (more / "a b.jinja").write_text("x")
+    with pytest.raises(CheckpointError, match="one named 'a b'"):
+        read_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize(
