@@ -132,7 +132,7 @@ def with_chat_template(tokenizer: Tokenizer, path: Path) -> Tokenizer:
         raise ConfigError(
             f"the chat template {path} cannot be read: {one_line(error)}; give a file of Jinja source"
         ) from error
-    return tokenizer.with_files(dataclasses.replace(tokenizer.files, chat_template=source, templates={}))
+    return Tokenizer(dataclasses.replace(tokenizer.files, chat_template=source, templates={}))
 
 
 def _write(path: Path, text: str) -> None:

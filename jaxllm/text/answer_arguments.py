@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxllm.text.answer_format import JSON_TYPES, CallSyntax, Elements, json_type
 from jaxllm.text.answer_input import Failed, Input, Parsing
+from jaxllm.text.answer_syntax import JSON_TYPES, CallSyntax, Elements, json_type
 
 Sink = Callable[[str], None]
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from jaxllm.errors import ConfigError, TemplateError
 from jaxllm.text.answer_arguments import arguments
-from jaxllm.text.answer_format import (
+from jaxllm.text.answer_input import Failed, Input
+from jaxllm.text.answer_syntax import (
     ANY,
     GENERIC,
     JSON_OBJECT,
@@ -24,11 +25,11 @@ from jaxllm.text.answer_format import (
     AnswerFormat,
     CallSyntax,
     Elements,
+    Probed,
 )
-from jaxllm.text.answer_input import Failed, Input
-from jaxllm.text.chat_template import ChatTemplate, RenderBounds
 from jaxllm.text.child_process import ChildFailed
 from jaxllm.text.known_formats import adjusted
+from jaxllm.text.template_program import RenderBounds
 
 _NOW = datetime.datetime(2026, 1, 2, 3, 4)
 _USER = {"role": "user", "content": "QUESTION"}
@@ -58,7 +59,7 @@ _THOUGHTS = (
 )  # fmt: skip
 
 
-def probed(template: ChatTemplate) -> AnswerFormat:
+def probed(template: Probed) -> AnswerFormat:
     """The format of the answers of a template's model.
 
     Raises:
@@ -73,7 +74,7 @@ def probed(template: ChatTemplate) -> AnswerFormat:
 
 
 class _Probe:
-    def __init__(self, template: ChatTemplate) -> None:
+    def __init__(self, template: Probed) -> None:
         self._template = template
         self._parts = template.reads_parts_alone
         kinds = zip(_VALUES, JSON_TYPES, strict=True)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.text.answer_arguments import arguments, json_string, json_value
-from jaxllm.text.answer_format import ANY, NAME, AnswerFormat, CallSyntax
 from jaxllm.text.answer_input import Failed, Input, Parsing
 from jaxllm.text.answer_parts import CallArguments, CallBegins, CallEnds, Part, Text, Thinking
+from jaxllm.text.answer_syntax import ANY, NAME, AnswerFormat, CallSyntax
 
 # Mistral's templates require ids of this form.
 _LETTERS, _LENGTH = string.ascii_letters + string.digits, 9

@@ -10,7 +10,6 @@ with limits of time and memory. The templates of `KNOWN_TEMPLATES`, such as that
 in this process.
 """
 
-import dataclasses
 import datetime
 import functools
 import hashlib
@@ -26,10 +25,10 @@ import numpy as np
 from jaxllm.errors import ConfigError, TemplateError, one_line
 from jaxllm.text.child_process import ChildFailed, TextProcess
 from jaxllm.text.marked_text import MarkedText, Marks
-from jaxllm.text.template_program import TemplateProgram, parse, variables_of
+from jaxllm.text.template_program import RenderBounds, TemplateProgram, parse, variables_of
 
 if TYPE_CHECKING:
-    from jaxllm.text.answer_format import AnswerFormat
+    from jaxllm.text.answer_syntax import AnswerFormat
 
 # Roles that every template accepts; others must be named in the template. A role must be known, because a
 # template may write it within a special token.
@@ -118,9 +117,9 @@ class ChatTemplate:
     @functools.cached_property
     def answer_format(self) -> "AnswerFormat":
         """The format of the model's answers, by probing; raises TemplateError."""
-        from jaxllm.text.answer_format import format_of
+        from jaxllm.text.answer_probe import probed
 
-        return format_of(self)
+        return probed(self)
 
     def render(
         self,
@@ -208,7 +207,7 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         now: datetime.datetime | None,
         options: Mapping[str, Any] | None = None,
-        bounds: "RenderBounds | None" = None,
+        bounds: RenderBounds | None = None,
     ) -> str:
         """The output for messages and tools as they are, without marks; raises ConfigError, TemplateError."""
         variables: dict[str, Any] = {
@@ -268,14 +267,6 @@ class ChatTemplate:
                 raise ConfigError(f"the model's chat template has no option {name}; it reads {there}")
             found[known] = value
         return found
-
-
-@dataclasses.dataclass(frozen=True)
-class RenderBounds:
-    """Bounds of a rendering that is not a prompt: its time, and the characters of its output."""
-
-    seconds: float
-    characters: int
 
 
 class ConfinedTemplate:

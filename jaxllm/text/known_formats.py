@@ -3,7 +3,7 @@ that the model writes in another way than the template. Each is chosen by marker
 
 import dataclasses
 
-from jaxllm.text.answer_format import GENERIC, AnswerFormat, CallSyntax
+from jaxllm.text.answer_syntax import GENERIC, AnswerFormat, CallSyntax
 
 _PYTHON = CallSyntax(arguments="python", middle="(", words=("True", "False", "None"))
 _JSON_LIST = dataclasses.replace(GENERIC, opening="", closing="", separator=", ")

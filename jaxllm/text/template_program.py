@@ -4,6 +4,7 @@ A template cannot reach Python internals or change the caller's objects. Neither
 bounded here.
 """
 
+import dataclasses
 import datetime
 import functools
 import json
@@ -37,6 +38,14 @@ def parse(source: str) -> jinja2.nodes.Template:
         return _environment().parse(source)
     except Exception as error:  # Also RecursionError.
         raise _broken(error) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class RenderBounds:
+    """Bounds of a rendering that is not a prompt: its time, and the characters of its output."""
+
+    seconds: float
+    characters: int
 
 
 class TemplateProgram:

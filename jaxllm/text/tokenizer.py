@@ -25,7 +25,7 @@ from jaxllm.text.marked_text import PLACE, MarkedText
 from jaxllm.text.tokenizer_files import TOOLS_TEMPLATE, TokenizerFiles
 
 if TYPE_CHECKING:
-    from jaxllm.text.answer_format import AnswerFormat
+    from jaxllm.text.answer_syntax import AnswerFormat
     from jaxllm.text.chat_template import ChatTemplate
 
 # A limited tokenizer refuses texts with more characters per token than this. Text has some four; the longest
@@ -155,10 +155,6 @@ class Tokenizer:
         )
         self._most_tokens: int | None = None
         self._unlimited = self
-
-    def with_files(self, files: TokenizerFiles) -> "Tokenizer":
-        """This tokenizer with other templates."""
-        return Tokenizer(files, ordinary=isinstance(self._tokenizer, LibraryTokenizer))
 
     @property
     def digest(self) -> str:
@@ -400,14 +396,14 @@ class Tokenizer:
         Raises:
           TemplateError: the template is broken.
         """
-        return self.has_chat_template and self._chat_template.reads_parts_alone
+        return self.has_chat_template and self._template().reads_parts_alone
 
     def compile_chat_template(self) -> None:
         """Compiles the chat template, if there is one, so that the first chat need not wait for it. A
         broken one is reported by the chat that uses it: plain prompts do not need it."""
         if self.has_chat_template:
             with contextlib.suppress(TemplateError):
-                self._chat_template  # noqa: B018
+                self._template()
 
     @property
     def answer_format(self) -> "AnswerFormat":
@@ -416,38 +412,26 @@ class Tokenizer:
 
     @functools.cached_property
     def _answer_format(self) -> "AnswerFormat":
-        from jaxllm.text.answer_format import PLAIN_FORMAT, format_of, with_tokens
+        from jaxllm.text.answer_syntax import PLAIN_FORMAT, with_tokens
 
         if not self.has_chat_template:
             return PLAIN_FORMAT
-        return with_tokens(format_of(self._template(["any"])), self)
+        return with_tokens(self._template(["any"]).answer_format, self.special_tokens(), self.eos_ids)
 
-    @property
-    def _chat_template(self) -> "ChatTemplate":
-        return self._unlimited._compiled_template
-
-    def _template(self, tools: Sequence[Any]) -> "ChatTemplate":
+    def _template(self, tools: Sequence[Any] = ()) -> "ChatTemplate":
         """The template of a conversation: some models have another one for tools."""
-        return self._unlimited._tools_template if tools else self._chat_template
+        return self._unlimited._compiled_templates[bool(tools)]
 
     @functools.cached_property
-    def _tools_template(self) -> "ChatTemplate":
-        source = self.files.templates.get(TOOLS_TEMPLATE)
-        if source is None:
-            return self._compiled_template
-        from jaxllm.text.chat_template import ChatTemplate
-
-        return ChatTemplate(source, self.files.special, self._tokenizer.spelled)
-
-    @functools.cached_property
-    def _compiled_template(self) -> "ChatTemplate":
-        # Not when the model is opened: one with a broken template still answers plain prompts, without
-        # importing Jinja.
-        if self.files.chat_template is None:
+    def _compiled_templates(self) -> "tuple[ChatTemplate, ChatTemplate]":
+        # Lazily: a model with a broken template still answers plain prompts, without importing Jinja.
+        if (source := self.files.chat_template) is None:
             raise ConfigError("the model has no chat template; send a plain prompt instead")
         from jaxllm.text.chat_template import ChatTemplate
 
-        return ChatTemplate(self.files.chat_template, self.files.special, self._tokenizer.spelled)
+        made = ChatTemplate(source, self.files.special, self._tokenizer.spelled)
+        own = self.files.templates.get(TOOLS_TEMPLATE, source)
+        return made, made if own == source else ChatTemplate(own, self.files.special, self._tokenizer.spelled)
 
 
 def _open_ended(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.text.answer_format import AnswerFormat, written
+from jaxllm.text.answer_syntax import AnswerFormat, written
 
 _INTRODUCTION = """You can call functions. These are their JSON schemas:
 <tools>

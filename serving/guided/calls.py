@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxllm.serving.guided.grammar import Grammar, narrowed, without_notes
 from jaxllm.text.answer_arguments import types_of
-from jaxllm.text.answer_format import (
+from jaxllm.text.answer_syntax import (
     ANY,
     JSON_TYPES,
     NAME,
@@ -366,7 +366,7 @@ def _of_kind(schema: Any, kind: str, kinds: Sequence[str]) -> dict[str, Any]:
     """The part of a schema for one of its types."""
     plain = dict(schema) if isinstance(schema, Mapping) else {}
     if isinstance(plain.get("enum"), list):
-        from jaxllm.text.answer_format import json_type
+        from jaxllm.text.answer_syntax import json_type
 
         plain["enum"] = [each for each in plain["enum"] if json_type(each) == kind]
     if "$ref" in plain or "const" in plain or "enum" in plain or not ("type" in plain or len(kinds) > 1):

@@ -36,7 +36,7 @@ from jaxllm.serving.server.job import Job
 from jaxllm.serving.server.limits import AppLimits, Bindings, Limiter, Limits
 from jaxllm.serving.server.logs import CURRENT
 from jaxllm.serving.server.metrics import Metrics
-from jaxllm.text.answer_format import PLAIN_FORMAT, AnswerFormat
+from jaxllm.text.answer_syntax import PLAIN_FORMAT, AnswerFormat
 from jaxllm.text.tokenizer import TokenBytes, Tokenizer
 
 # Maximum time of a dispatch before the engine counts as stuck.

@@ -20,7 +20,7 @@ from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
 from jaxllm.serving.images.prompt import EncodedImage, with_images
-from jaxllm.text.answer_format import PLAIN_FORMAT, AnswerFormat
+from jaxllm.text.answer_syntax import PLAIN_FORMAT, AnswerFormat
 from jaxllm.text.droppable import PromptTokens, conversation_tokens, prompt_tokens
 from jaxllm.text.prompts import Prompt, prompt_ids, reads_sources, source_prompt
 from jaxllm.text.tokenizer import Tokenizer

@@ -140,7 +140,7 @@ def test_a_template_is_compiled_when_asked_and_a_broken_one_is_told_of_when_it_i
     good, broken = with_template("{{ messages[0].content }}"), with_template("{% if %}")
     for each in (good, broken, TOKENIZER):
         each.compile_chat_template()
-    assert "_compiled_template" in vars(good)
+    assert "_compiled_templates" in vars(good)
     with pytest.raises(TemplateError):
         broken.encode_chat([{"role": "user", "content": "hi"}])
     assert broken.encode("hi") == TOKENIZER.encode("hi")

@@ -46,7 +46,7 @@ from jaxllm.serving.server.api.requests import (
     now_s,
 )
 from jaxllm.serving.server.api.stored_responses import StoredResponse
-from jaxllm.text.answer_format import AnswerFormat
+from jaxllm.text.answer_syntax import AnswerFormat
 
 _log = logging.getLogger(__name__)
 LOGPROBS = "message.output_text.logprobs"
