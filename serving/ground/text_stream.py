@@ -120,6 +120,7 @@ class TextStream:
       matched: the stop string that was found, or None.
       consumed_tokens: number of consumed ids, up to and including the one that completed a stop string; ids
         pushed after that one are not part of the answer.
+      ends: number of characters that were shown with each consumed id and those before.
 
     Raises:
       ConfigError: there are more than 16 strings, or one is empty or longer than 256 characters.
@@ -141,6 +142,7 @@ class TextStream:
         self._withheld = ""
         self.matched: str | None = None
         self.consumed_tokens = 0
+        self.ends: list[int] = []
 
     @property
     def stopped(self) -> bool:
@@ -155,6 +157,7 @@ class TextStream:
                 break
             self.consumed_tokens += 1
             pieces.append(self.push_text(self._detokenizer.push((token,))))
+            self.ends.append((self.ends[-1] if self.ends else 0) + len(pieces[-1]))
         return "".join(pieces)
 
     def push_text(self, text: str) -> str:

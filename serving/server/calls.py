@@ -137,6 +137,7 @@ class Conversation:
       images: images of the messages' parts `{"type": "image"}`, in order; see `Backend.encode_images`.
       template_options: further variables of the template (see `Tokenizer.chat_text`).
       continue_final: whether the answer continues the last message's text (see `Tokenizer.chat_text`).
+      template_options: further variables for the template, such as `enable_thinking`.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -144,6 +145,7 @@ class Conversation:
     images: tuple[EncodedImage, ...] = ()
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     continue_final: bool | None = None
+    template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 CallPrompt = Conversation | str | tuple[int, ...]
@@ -159,6 +161,8 @@ class Call:
       prompt: a conversation, a text to continue, or token ids.
       config: length, stops, sampling, grammar and log-probabilities.
       objective: objective of the answer's time; None for the app's.
+      first_token: the token that ends the objective's time to the first one: the first of the answer's text
+        or calls, or of its reasoning before.
       strict: whether to reject the call if no choice meets the objective; None for the app's setting.
       shorten: whether the plan may drop words of a text, or of a conversation's last message; None for the
         app's setting.
@@ -177,6 +181,7 @@ class Call:
     prompt: CallPrompt
     config: GenerationConfig
     objective: Objective | None = None
+    first_token: Literal["answer", "reasoning"] = "answer"
     strict: bool | None = None
     shorten: bool | None = None
     bound: bool = False
@@ -232,11 +237,16 @@ class Piece:
       text: whole characters; empty if tokens gave no text yet.
       tokens: ids since the last piece.
       logprobs: log-probabilities of these tokens; None if not requested.
+      ends: number of characters of the text that was shown with each token and those before; an end token
+        has none.
+      at_s: time of the step that gave it, by `time.perf_counter`.
     """
 
     text: str
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] | None = None
+    ends: tuple[int, ...] = ()
+    at_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -248,9 +258,11 @@ class Ended:
       stop_string: stop string that ended it; None for an end token or the length.
       tokens: number of tokens of the answer, including the end token.
       ttft_ms: time from the call to the first token, including waiting.
+      answer_ttft_ms: the same to the first token of text or calls, after any reasoning, if the reader told
+        the job of it.
       tpot_ms: time per further token, including waiting.
       engine_ttft_ms, engine_tpot_ms: the same without waiting, for learning profiles.
-      met: whether the objective was met; None without one.
+      met: whether the objective was met, by the call's `first_token`; None without one.
       drafted: share of the tokens that were drafted.
       seed: the sampling seed.
       context: name of the context that now has it; empty for none.
@@ -269,6 +281,7 @@ class Ended:
     seed: int
     context: str = ""
     context_tokens: int = 0
+    answer_ttft_ms: float | None = None
 
 
 Event = Started | Piece | Ended

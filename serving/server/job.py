@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from jaxllm.elastic.slo import Slo
 from jaxllm.errors import JaxllmError, ObjectiveMissed
 from jaxllm.serving.contexts.record import Record, TurnTokens
-from jaxllm.serving.elastic.objectives import Cost
+from jaxllm.serving.elastic.objectives import Cost, Latency
 from jaxllm.serving.elastic.planned_service import PlannedCall, PlannedService
 from jaxllm.serving.elastic.planner import IDLE, Load, Plan
 from jaxllm.serving.engine.run import DispatchKind, Lifecycle, Run
@@ -133,6 +134,7 @@ class Job(Work):
         self.started: Started | None = None
         self.ended: Ended | None = None
         self.read_tokens, self.outcome = 0, "cancelled"
+        self._answer_s: float | None = None
         self.run: Run | None = None
         self.plan: Plan | None = None
         self.turn: ContextTurn | None = None
@@ -163,6 +165,8 @@ class Job(Work):
                     await self._has_events.wait()
                     continue
                 event = self._events.popleft()
+                if isinstance(event, Ended):
+                    event = self._judged(event)
                 self._seen(event)
                 if isinstance(event, JaxllmError):
                     raise event
@@ -172,6 +176,33 @@ class Job(Work):
         finally:
             # A reader that stops early has left.
             self.cancel()
+
+    def saw_answer(self, at_s: float) -> None:
+        """Tells when the first text or call came, which only the reader can tell from reasoning."""
+        if self._answer_s is None:
+            self._answer_s = at_s
+
+    def _judged(self, end: Ended) -> Ended:
+        """The end with the time to the first text or call, if the reader told of it, and whether an objective
+        of that time was met."""
+        if self._answer_s is None:
+            return end
+        answer_ms, met = 1000 * (self._answer_s - self.arrived_s), end.met
+        if self.call.first_token == "answer" and isinstance(self.call.objective, Slo | Latency):
+            met = met and answer_ms <= self._limits[0]
+        return dataclasses.replace(end, met=met, answer_ttft_ms=answer_ms)
+
+    @property
+    def progress(self) -> Mapping[str, int] | None:
+        """Progress of the prompt, as llama.cpp's server tells it: tokens in total, found in a cache, and
+        computed or found, and milliseconds since the call; None before it begins and after it."""
+        run = self.run
+        if run is None or run.stage != "prefill":
+            return None
+        return {
+            "total": run.prompt_tokens, "cache": run.reused_tokens, "processed": len(run.session.tokens),
+            "time_ms": round(1000 * (self._last_s - self.arrived_s)),
+        }  # fmt: skip
 
     def _seen(self, event: Event | JaxllmError | None) -> None:
         if self._read_last:
@@ -291,7 +322,9 @@ class Job(Work):
                 self.put(self._started(run))
             new, self._sent = slice(self._sent, len(run.tokens)), len(run.tokens)
             logprobs = None if run.logprobs is None else tuple(run.logprobs[new])
-            self.put(Piece(run.new_text(), tuple(run.tokens[new]), logprobs))
+            shown = run.stops.ends[new.start - 1] if new.start else 0
+            ends = tuple(end - shown for end in run.stops.ends[new])
+            self.put(Piece(run.new_text(), tuple(run.tokens[new]), logprobs, ends, now))
         if run.stage == "ended":
             self.put(run.closed_because or self._ended(run))
         self.refresh()

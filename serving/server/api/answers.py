@@ -15,133 +15,20 @@ import msgspec
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import Sampling
 from jaxllm.serving.elastic.objectives import Objective
-from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS, TokenLogprob
+from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.guided.grammar import Grammar, narrowed
+from jaxllm.serving.guided.calls import answer_grammar
+from jaxllm.serving.guided.grammar import Grammar, Thought
+from jaxllm.serving.server.api.choices import Choice, MakeScanner
 from jaxllm.serving.server.api.errors import ApiError, api_error
-from jaxllm.serving.server.api.messages import ToolUse
+from jaxllm.serving.server.api.reasoning import Reasoning, Switch, reasoning_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Streamed
-from jaxllm.serving.server.calls import Call, CallPrompt, Ended, Event, Piece, Started
-from jaxllm.serving.server.job import Job
-from jaxllm.serving.server.limits import objective_from, written
-from jaxllm.text.answer_parts import CallArguments, CallBegins, CallEnds, Part, Text
-from jaxllm.text.answer_scanner import FormatScanner
+from jaxllm.serving.server.api.tool_use import ToolUse
+from jaxllm.serving.server.calls import Call, CallPrompt, Conversation, Event
+from jaxllm.serving.server.limits import objective_from
 
-
-@dataclasses.dataclass(frozen=True)
-class ToolCall:
-    """A complete call of a tool.
-
-    Attributes:
-      name: name of the tool.
-      arguments: a JSON object, as text.
-      id: id, unique in its conversation.
-    """
-
-    name: str
-    arguments: str
-    id: str
-
-
-class Choice:
-    """One of a request's answers so far.
-
-    Attributes:
-      index: its index.
-      job: the accepted call.
-      started, ended: events; None until then.
-      tool_calls: tool calls found so far.
-      logprobs: log-probabilities of all tokens, if requested.
-      characters: number of characters so far, including tool calls.
-      new_text, new_calls, new_logprobs: news of the last event: text without tool calls, tool calls that are
-        complete now, and log-probabilities of new tokens.
-    """
-
-    def __init__(self, index: int, job: Job, scanner: FormatScanner | None) -> None:
-        self.index, self.job, self._scanner = index, job, scanner
-        self._texts: list[str] = []
-        self._cut_call, self.characters = False, 0
-        self._begun: dict[int, tuple[CallBegins, list[str]]] = {}
-        self.started: Started | None = None
-        self.ended: Ended | None = None
-        self.tool_calls: list[ToolCall] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.new_text = ""
-        self.new_calls: Sequence[ToolCall] = ()
-        self.new_logprobs: Sequence[TokenLogprob] = ()
-
-    @property
-    def text(self) -> str:
-        """The text without tool calls."""
-        return "".join(self._texts)
-
-    @property
-    def finish_reason(self) -> str:
-        """Why the answer ended, as in OpenAI's format: "stop", "length" or "tool_calls". The last one means
-        that all calls are complete: an answer that was cut never has it."""
-        assert self.ended is not None
-        whole = self.ended.finish_reason == "stop" and not self._cut_call
-        return "tool_calls" if self.tool_calls and whole else self.ended.finish_reason
-
-    def take(self, event: Event) -> None:
-        """Adds an event."""
-        self.new_text, self.new_calls, self.new_logprobs = "", (), ()
-        match event:
-            case Started():
-                self.started = event
-            case Piece():
-                self.new_text, self.new_logprobs = event.text, event.logprobs or ()
-                self.characters += len(event.text)
-                if self._scanner is not None:
-                    self._add(self._scanner.feed(event.text))
-            case Ended():
-                self.ended = event
-                if self._scanner is not None:
-                    cut = event.finish_reason == "length" or event.stop_string is not None
-                    self._add(self._scanner.finish(cut=cut))
-                    self._cut_call = self._scanner.cut_call
-        self._texts.append(self.new_text)
-        self.tool_calls += self.new_calls
-        self.logprobs += self.new_logprobs
-
-    def _add(self, parts: Sequence[Part]) -> None:
-        """The text and the complete calls of new parts."""
-        texts, calls = [], []
-        for part in parts:
-            match part:
-                case Text():
-                    texts.append(part.text)
-                case CallBegins():
-                    self._begun[part.index] = (part, [])
-                case CallArguments():
-                    self._begun[part.index][1].append(part.text)
-                case CallEnds():
-                    begun, pieces = self._begun.pop(part.index)
-                    calls.append(ToolCall(begun.name, "".join(pieces), begun.id))
-                case _:
-                    pass
-        self.new_text, self.new_calls = "".join(texts), tuple(calls)
-
-    def facts(self) -> dict[str, Any]:
-        """The `jaxllm` object: plan and cost."""
-        start, end = self.started, self.ended
-        facts: dict[str, Any] = {}
-        if start is not None:
-            facts |= {name: getattr(start, name) for name in _STARTED}
-            facts |= {name: getattr(start, name) for name in ("adapter", "shared") if getattr(start, name)}
-            facts |= {"moved": list(start.moved)} if start.moved else {}
-            if start.objective is not None:
-                facts |= {"slo": written(start.objective), "slo_from": "app" if start.bound else "call"}
-        if end is not None:
-            facts |= {name: getattr(end, name) for name in _ENDED}
-            facts |= {"context": end.context, "context_tokens": end.context_tokens} if end.context else {}
-        return facts
-
-
-_STARTED = ("source", "level", "prompt_tokens", "kept_tokens", "reused_tokens", "queued_ms")
-_ENDED = (
-    "ttft_ms", "tpot_ms", "engine_ttft_ms", "engine_tpot_ms", "met", "drafted", "seed", "stop_string",
-)  # fmt: skip
+_EVENTS = "text/event-stream"
+_KEEP_ALIVE = b": keep-alive\n\n"
 
 
 class Answer:
@@ -151,25 +38,33 @@ class Answer:
         self,
         state: ApiState,
         calls: Sequence[Call],
-        scanner: Callable[[], FormatScanner] | None = None,
+        scanner: MakeScanner = None,
+        *,
         prompts: int = 1,
+        thinks: bool = False,
+        progress: bool = False,
+        notes: Mapping[str, Any] | None = None,
     ) -> None:
         """Submits all calls, or none.
 
         Args:
           state: state with the backend of the answers.
           calls: calls, several consecutive ones for each prompt.
-          scanner: makes a scanner for tool calls; None without tools.
+          scanner: makes a scanner for reasoning and tool calls; None if answers are only text.
           prompts: number of different prompts.
+          thinks: whether answers may have reasoning.
+          progress: whether a stream tells how much of the prompt was computed.
+          notes: further entries of `facts`.
 
         Raises:
           JaxllmError: the backend refuses a call.
         """
-        self._state, self._prompts = state, prompts
+        self._state, self._prompts, self._progress = state, prompts, progress
         self.choices: list[Choice] = []
         try:
             for index, call in enumerate(calls):
-                self.choices.append(Choice(index, state.backend.submit(call), scanner and scanner()))
+                job = state.backend.submit(call)
+                self.choices.append(Choice(index, job, scanner and scanner(), thinks=thinks, notes=notes))
         except BaseException:
             self.close()
             raise
@@ -205,46 +100,90 @@ class Answer:
         failed: Callable[[ApiError], bytes],
         *,
         end: bytes = b"",
-        media_type: str = "text/event-stream",
+        media_type: str = _EVENTS,
+        progressed: Callable[[Mapping[str, Any]], bytes] | None = None,
     ) -> Streamed:
         """The response in parts, of an answer that has begun, so that an earlier error can still choose the
-        status.
+        status. Server-sent events begin without it after a while, with a comment whenever nothing came for
+        so long: clients and proxies close connections that are silent.
 
         Args:
           frames: makes the parts of the news.
           failed: makes the part that reports an error, since the status has been sent by then.
           end: the last part in any case.
           media_type: media type of the response.
+          progressed: makes the part that tells the progress of the prompt; None for a comment.
 
         Raises:
           JaxllmError: the error that ended the answer before it began.
         """
-        news = self.news()
+        news, is_events = self.news(), media_type == _EVENTS
+        first = asyncio.ensure_future(anext(news))
+        # A client may leave before it is awaited.
+        first.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            first = await anext(news)
+            await asyncio.wait((first,), timeout=self._pause_s if is_events else None)
+            if first.done():
+                first.result()
         except BaseException:
-            await news.aclose()
+            await _ended(first, news)
             raise
 
         async def all_news() -> AsyncGenerator[Choice, None]:
-            yield first
+            yield await first
             async for choice in news:
                 yield choice
 
         async def parts() -> AsyncGenerator[bytes, None]:
+            made = frames(all_news())
             try:
-                async with contextlib.aclosing(frames(all_news())) as made:
-                    async for frame in made:
+                async with contextlib.aclosing(
+                    self._with_comments(made, progressed) if is_events else made
+                ) as all_:
+                    async for frame in all_:
                         yield frame
             except Exception as error:
                 yield failed(api_error(error))
             finally:
                 self.close()
-                await news.aclose()
+                await _ended(first, news)
             if end:
                 yield end
 
         return Streamed(parts(), self.close, media_type, self._state.write_s)
+
+    @property
+    def _pause_s(self) -> float:
+        return min(self._state.keep_alive_s, self._state.progress_s if self._progress else math.inf)
+
+    async def _with_comments(
+        self, frames: AsyncGenerator[bytes, None], progressed: Callable[[Mapping[str, Any]], bytes] | None
+    ) -> AsyncGenerator[bytes, None]:
+        """Frames, and what is sent while none come: the progress of the prompt where it was asked for, and
+        comments, not for ever."""
+        told, comments, following = None, 0, None
+        try:
+            while True:
+                following, quiet_s = asyncio.ensure_future(anext(frames, None)), 0.0
+                while not (await asyncio.wait((following,), timeout=self._pause_s))[0]:
+                    quiet_s += self._pause_s
+                    progress = self.choices[0].job.progress if self._progress else None
+                    if progress not in (None, told):
+                        told, quiet_s = progress, 0.0
+                        comment = b": prompt_progress " + msgspec.json.encode(progress) + b"\n\n"
+                        yield progressed(progress) if progressed else comment
+                    elif quiet_s >= self._state.keep_alive_s and comments < self._state.keep_alives:
+                        comments, quiet_s = comments + 1, 0.0
+                        yield _KEEP_ALIVE
+                frame, comments = following.result(), 0
+                if frame is None:
+                    return
+                yield frame
+        finally:
+            if following is not None:
+                following.cancel()
+                await asyncio.gather(following, return_exceptions=True)
+            await frames.aclose()
 
     def usage(self) -> tuple[int, int, int]:
         """Number of tokens of the prompts, cached tokens of these, and tokens of the answers."""
@@ -256,10 +195,22 @@ class Answer:
             sum(choice.ended.tokens for choice in self.choices if choice.ended is not None),
         )
 
+    @property
+    def reasoning_tokens(self) -> int:
+        """Number of the answers' tokens that are reasoning."""
+        return sum(choice.reasoning_tokens for choice in self.choices)
+
     def facts(self) -> dict[str, Any]:
         """The `jaxllm` object of the request: the first answer's, and all of them if there are several."""
         facts = [choice.facts() for choice in self.choices]
         return facts[0] | ({"choices": facts} if len(facts) > 1 else {})
+
+
+async def _ended(first: asyncio.Future[Choice], news: AsyncGenerator[Choice, None]) -> None:
+    """Ends the news of an answer, whether or not the first are there."""
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    await news.aclose()
 
 
 async def _merged(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[tuple[int, Event], None]:
@@ -294,9 +245,10 @@ TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
 
 
 class Extensions(msgspec.Struct, kw_only=True):
-    """Our extensions, accepted in every format."""
+    """Our extensions, and those of other servers, accepted in every format."""
 
     slo: str | dict[str, Any] | None = None
+    slo_first_token: Literal["answer", "reasoning"] | None = None
     strict: bool | None = None
     shorten: bool | None = None
     conversation: str | dict[str, Any] | None = None
@@ -304,6 +256,10 @@ class Extensions(msgspec.Struct, kw_only=True):
     grammar: dict[str, Any] | None = None
     prompt_cache_key: Annotated[str, msgspec.Meta(max_length=256)] | None = None
     task: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    thinking_budget: int | None = None
+    return_progress: bool | None = None
 
 
 class SamplingFields(Extensions, kw_only=True):
@@ -346,9 +302,11 @@ class AnswerParams:
       logit_bias: biases by token id.
       temperature: default temperature; None for the front's.
       use: effect of the tools.
+      reasoning: what is said about the model's reasoning.
       grammar: grammar of a response format; None for none.
       top_logprobs: see `GenerationConfig`.
       context, context_tokens: see `Call`; an empty name for that of the field `conversation`.
+      notes: entries for the answer's `jaxllm` object.
     """
 
     adapter: str = ""
@@ -358,13 +316,30 @@ class AnswerParams:
     logit_bias: Mapping[str, float] | None = None
     temperature: float | None = None
     use: ToolUse = dataclasses.field(default_factory=ToolUse)
+    reasoning: Reasoning = dataclasses.field(default_factory=Reasoning)
     grammar: Grammar | None = None
     top_logprobs: int | None = None
     context: str = ""
     context_tokens: int | None = None
+    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def answer_of(
+def reasoning_in(state: ApiState, body: Extensions, *switches: Switch) -> Reasoning:
+    """What a request says about the model's reasoning, in the fields of its format and in those of all.
+
+    Raises:
+      ApiError: see `reasoning_of`.
+    """
+    return reasoning_of(
+        state.backend.facts().answer_format,
+        *switches,
+        Switch("wanted", body.enable_thinking, "enable_thinking"),
+        Switch("budget", body.thinking_budget, "thinking_budget"),
+        template_options=body.chat_template_kwargs,
+    )
+
+
+async def answer_of(
     state: ApiState,
     request: ApiRequest,
     body: SamplingFields,
@@ -393,7 +368,18 @@ def answer_of(
             raise ApiError(message, param="shorten")
         if body.task:
             raise ApiError("task is for texts and messages outside of contexts", param="task")
-    config, adapter = _config(state, body, params), state.adapter(body.adapter or params.adapter)
+    chats = isinstance(prompts[0], Conversation)
+    for name in ("chat_template_kwargs", "enable_thinking", "thinking_budget"):
+        if not chats and getattr(body, name) is not None:
+            raise ApiError(f"{name} needs messages, which a chat template renders", param=name)
+    answer_format = state.backend.facts().answer_format
+    thinks = chats and answer_format.thinks
+    # Whether the prompt ends within a thought: the model then writes only the rest of it.
+    opened = thinks and await _opens_thought(state, prompts[0], answer_format, in_context=bool(context))
+    config = _config(state, body, params, thinks=thinks, opened=opened)
+    adapter, scanner = state.adapter(body.adapter or params.adapter), None
+    if thinks or params.use.called:
+        scanner = lambda: make_scanner(answer_format, params.use.called, thinking=opened)  # noqa: E731
     if (seed := config.sampling.seed) is None:
         configs = [config] * params.n
     else:
@@ -406,6 +392,7 @@ def answer_of(
             prompt=prompt,
             config=each,
             objective=objective,
+            first_token=body.slo_first_token or "answer",
             strict=strict,
             shorten=body.shorten,
             priority="background" if body.service_tier == "flex" else "foreground",
@@ -417,10 +404,55 @@ def answer_of(
         for prompt in prompts
         for each in configs
     ]
-    return Answer(state, calls, params.use.scanner, len(prompts))
+    # The generic form is ours, which the model may not have learned.
+    generic = {"tool_format": "generic"} if params.use.tools and answer_format.generic else {}
+    return Answer(
+        state, calls, scanner, prompts=len(prompts), thinks=thinks, progress=bool(body.return_progress),
+        notes={**generic, **params.notes},
+    )  # fmt: skip
 
 
-def _config(state: ApiState, body: SamplingFields, params: AnswerParams) -> GenerationConfig:
+async def _opens_thought(
+    state: ApiState, prompt: CallPrompt, answer_format: AnswerFormat, *, in_context: bool
+) -> bool:
+    """Whether a rendered prompt ends with the opening of a thought."""
+    assert isinstance(prompt, Conversation)
+    if not (opening := answer_format.thought_opening.rstrip()):
+        return answer_format.opened
+    if in_context:
+        # A turn alone, such as a tool's answer, may be no conversation to the template.
+        prompt = dataclasses.replace(prompt, messages=({"role": "user", "content": "?"},), images=())
+    text = await state.backend.render(prompt)
+    return text.rstrip().endswith(opening)
+
+
+def _grammar(
+    state: ApiState, params: AnswerParams, schema: Grammar | None, *, thinks: bool, opened: bool
+) -> Grammar | None:
+    """The grammar of an answer: calls, a response format, or both, after the reasoning."""
+    answer_format, use = state.backend.facts().answer_format, params.use
+    grammar = schema
+    if names := [each["function"]["name"] for each in use.called]:
+        grammar = answer_grammar(
+            answer_format, use.called, required=use.required, several=use.several,
+            strict=[name for name in use.strict if name in names], schema=None if use.required else schema,
+        )  # fmt: skip
+    most = params.reasoning.most_tokens
+    if opened and params.reasoning.wanted is False:
+        # The template does not know the switch: the thought is closed before it begins.
+        most = 0
+    if thinks and (grammar is not None or most is not None):
+        thought = Thought(
+            opening=answer_format.thought_opening, closing=answer_format.thought_closing, opened=opened,
+            most_tokens=most,
+        )  # fmt: skip
+        return dataclasses.replace(grammar or Grammar(kind="free", thought=thought), thought=thought)
+    return grammar
+
+
+def _config(
+    state: ApiState, body: SamplingFields, params: AnswerParams, *, thinks: bool, opened: bool
+) -> GenerationConfig:
     """Length, stops, sampling and grammar of a request's answers."""
     if body.grammar and params.grammar:
         raise ApiError("grammar cannot be combined with a response format", param="grammar")
@@ -446,8 +478,9 @@ def _config(state: ApiState, body: SamplingFields, params: AnswerParams) -> Gene
             **sampling_of(state, body, params.temperature),
         ),
         task=body.task or "",
-        markers=params.use.markers,
-        grammar=params.use.grammar(params.grammar or _own_grammar(body.grammar)),
+        grammar=_grammar(
+            state, params, params.grammar or _own_grammar(body.grammar), thinks=thinks, opened=opened
+        ),
         top_logprobs=params.top_logprobs,
     )
 
@@ -502,7 +535,7 @@ def format_grammar(kind: Any, schema: Any, param: str, *, strict: bool = False) 
     if kind == "json_object":
         return Grammar(kind="json")
     if kind == "json_schema" and isinstance(schema, dict | bool):
-        return Grammar(kind="json_schema", text=json.dumps(narrowed(schema) if strict else schema))
+        return Grammar(kind="json_schema", text=json.dumps(schema))
     raise ApiError(f"{param} has the type text, json_object, or json_schema with a schema", param=param)
 
 

@@ -1,27 +1,41 @@
 """Answers Anthropic's /v1/messages as a thin layer over the same calls."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from typing import Any, Literal
 
 import msgspec
 from starlette.responses import Response
 
-from jaxllm.serving.server.api.answers import AnswerParams, Choice, SamplingFields, ToolCall, answer_of
+from jaxllm.serving.server.api.answers import (
+    AnswerParams,
+    SamplingFields,
+    answer_of,
+    format_grammar,
+    reasoning_in,
+)
+from jaxllm.serving.server.api.choices import AnswerPart, Choice
 from jaxllm.serving.server.api.errors import ApiError, anthropic_body
-from jaxllm.serving.server.api.messages import ToolUse, messages_of, text_of, tools_of
-from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Neutral, event_frame, new_id
+from jaxllm.serving.server.api.messages import messages_of, text_of
+from jaxllm.serving.server.api.reasoning import Switch
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Neutral, convert, event_frame, new_id
+from jaxllm.serving.server.api.tool_use import ToolChoice, require_function, tools_of
 from jaxllm.serving.server.calls import Conversation
+from jaxllm.text.answer_parts import CallArguments, CallBegins, CallEnds, Part, Text, Thinking
 
 # With a value of Anthropic's own.
 _Tier = Literal["auto", "default", "flex", "priority", "standard_only"]
 
 
-class ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Choosing(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Anthropic's `tool_choice`; `name` is the name of a tool."""
 
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+    def __post_init__(self) -> None:
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("tool_choice has a name if it is of the type tool, and only then")
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -33,6 +47,29 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["custom"] | None = None
     cache_control: Any = None
     strict: Any = None
+    eager_input_streaming: bool | None = None
+
+
+class Thinks(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Anthropic's `thinking`."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: Literal["summarized"] | None = None
+
+
+class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Anthropic's `output_config.format`."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Anthropic's `output_config`."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
 
 
 class CountBody(SamplingFields, kw_only=True):
@@ -40,8 +77,10 @@ class CountBody(SamplingFields, kw_only=True):
 
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
-    tools: list[Tool] | None = None
-    tool_choice: ToolChoice | None = None
+    tools: list[Any] | None = None
+    tool_choice: Choosing | None = None
+    thinking: Thinks | None = None
+    output_config: OutputConfig | None = None
     service_tier: _Tier | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
@@ -53,26 +92,39 @@ class MessagesBody(CountBody, kw_only=True):
     metadata: dict[str, Any] | None = None
 
 
-NEUTRAL: Neutral = {"thinking": ({"type": "disabled"},), "container": (), "mcp_servers": ([],)}
+NEUTRAL: Neutral = {"container": (), "mcp_servers": ([],)}
 
 
 async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Answers messages, as a whole or as events."""
     body = state.body(request, MessagesBody, NEUTRAL)
     facts, adapter = state.model(body.model)
-    conversation, use = await _conversation(state, request, body)
-    params = AnswerParams(adapter=adapter, max_tokens=body.max_tokens, stop=body.stop_sequences, use=use)
-    answer = answer_of(state, request, body, (conversation,), params)
-    model = body.model or facts.name
+    if (
+        body.thinking is not None
+        and (most := body.thinking.budget_tokens) is not None
+        and most >= body.max_tokens
+    ):
+        message = f"thinking.budget_tokens is less than max_tokens ({body.max_tokens}), which counts both"
+        raise ApiError(message, param="thinking.budget_tokens")
+    said = _Said(state, request, body)
+    form = body.output_config and body.output_config.format
+    params = AnswerParams(
+        adapter=adapter,
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences,
+        use=said.use,
+        reasoning=said.reasoning,
+        grammar=form and format_grammar(form.type, form.schema, "output_config.format", strict=True),
+        notes={"thoughts_dropped": said.dropped} if said.dropped else {},
+    )
+    answer = await answer_of(state, request, body, (await said.conversation(),), params)
+    blocks = _Blocks(state, request.app, body.model or facts.name)
     if body.stream:
-        return await answer.streamed(
-            lambda news: _frames(news, model), lambda error: event_frame(anthropic_body(error), "error")
-        )
+        return await answer.streamed(blocks.frames, lambda error: event_frame(anthropic_body(error), "error"))
     (choice,) = await answer.whole()
-    content: list[dict[str, Any]] = [{"type": "text", "text": choice.text}] if choice.text else []
-    content += [_tool_use(one) | {"input": msgspec.json.decode(one.arguments)} for one in choice.tool_calls]
-    message = _message(model, choice) | {"content": content, **_stop(choice), "jaxllm": choice.facts()}
-    message["usage"]["output_tokens"] = choice.ended.tokens if choice.ended else 0
+    content = [block for each in choice.parts if (block := blocks.whole(each)) is not None]
+    message = blocks.message(choice) | {"content": content, **_stop(choice), "jaxllm": choice.facts()}
+    message["usage"] |= _written(choice)
     return message
 
 
@@ -80,81 +132,219 @@ async def count_tokens(state: ApiState, request: ApiRequest) -> dict[str, int]:
     """Counts the tokens of messages."""
     body = state.body(request, CountBody, NEUTRAL)
     state.model(body.model)
-    conversation, _ = await _conversation(state, request, body)
+    conversation = await _Said(state, request, body).conversation()
     return {"input_tokens": len(await state.backend.tokenize(conversation))}
 
 
-async def _conversation(
-    state: ApiState, request: ApiRequest, body: CountBody
-) -> tuple[Conversation, ToolUse]:
-    messages: list[dict[str, Any]] = []
-    if body.system is not None:
-        messages.append({"role": "system", "content": text_of(body.system, "system")})
-    for index, value in enumerate(body.messages):
-        messages += _messages(value, f"messages[{index}]")
-    tools = []
-    for each in body.tools or ():
-        function = {name: getattr(each, name) for name in ("name", "description", "strict")}
-        tools.append({"type": "function", "function": function | {"parameters": each.input_schema}})
-    choice = body.tool_choice or ToolChoice(type="auto")
-    named = {"type": "function", "function": {"name": choice.name}} if choice.type == "tool" else None
-    chosen = named or {"any": "required"}.get(choice.type, choice.type if body.tool_choice else None)
-    parallel = not choice.disable_parallel_tool_use
-    use = tools_of(tools, chosen, parallel, state.backend.facts().answer_format)
-    return await state.conversation(request.app, messages_of(messages), use.tools), use
+class _Said:
+    """What a request says: its messages in OpenAI's format, tools and reasoning.
+
+    Attributes:
+      use: effect of the tools.
+      reasoning: what is said about the model's reasoning.
+      dropped: number of thoughts that this service has not signed, which are left out.
+    """
+
+    def __init__(self, state: ApiState, request: ApiRequest, body: CountBody) -> None:
+        self._state, self._app, self.dropped = state, request.app, 0
+        self._given: list[dict[str, Any]] = []
+        if body.system is not None:
+            self._given.append({"role": "system", "content": text_of(body.system, "system")})
+        for index, value in enumerate(body.messages):
+            self._given += self._messages(value, f"messages[{index}]")
+        choice = body.tool_choice or Choosing(type="auto")
+        self.use = tools_of(
+            [_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or ())],
+            ToolChoice(
+                mode={"any": "required", "tool": "required"}.get(choice.type, choice.type),
+                names=(choice.name,) if choice.name is not None else None,
+                named=choice.name is not None,
+                several=not choice.disable_parallel_tool_use and choice.name is None,
+            ),
+        )
+        thinking, config = body.thinking, body.output_config or OutputConfig()
+        # With adaptive thinking the model decides, as the template has it.
+        wanted = {"enabled": True, "disabled": False}.get(thinking.type) if thinking else None
+        self.reasoning = reasoning_in(
+            state, body,
+            Switch("wanted", wanted, "thinking"),
+            Switch("budget", thinking and thinking.budget_tokens, "thinking.budget_tokens"),
+            Switch("level", config.effort, "output_config.effort"),
+        )  # fmt: skip
+
+    async def conversation(self) -> Conversation:
+        """The conversation, with its images encoded."""
+        return await self._state.conversation(
+            self._app, messages_of(self._given), self.use.tools, template_options=self.reasoning.options
+        )
+
+    def _thought(self, block: Mapping[str, Any], at: str) -> str:
+        """The thought of a block that this service has signed or encrypted; empty, and counted, for others,
+        which come from other models or were changed."""
+        seals, text = self._state.seals, block.get("thinking")
+        if block.get("type") == "redacted_thinking":
+            text = seals.opened(self._app, block.get("data"))
+        elif not isinstance(text, str):
+            raise ApiError(f"{at} has thinking, a text, and its signature", param=at)
+        elif not seals.verifies(self._app, text, block.get("signature")):
+            text = None
+        self.dropped += text is None
+        return text or ""
+
+    def _messages(self, value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
+        """A message in OpenAI's format; several if it has results of tools."""
+        role, content = value.get("role"), value.get("content")
+        if {*value} - {"role", "content"} or role not in ("user", "assistant"):
+            raise ApiError(f"{at} has a role, user or assistant, and a content", param=at)
+        if isinstance(content, str):
+            return [{"role": role, "content": content}]
+        if not isinstance(content, list) or not content:
+            raise ApiError(f"{at}.content is a text or a list of blocks", param=at)
+        results, texts, calls, thoughts = [], [], [], []
+        for place, block in enumerate(content):
+            kind = block.get("type") if isinstance(block, dict) else None
+            if kind in ("thinking", "redacted_thinking") and role == "assistant":
+                thoughts.append(self._thought(block, f"{at}.content[{place}]"))
+            elif kind == "tool_use" and role == "assistant":
+                function = {"name": block.get("name"), "arguments": block.get("input")}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            elif kind == "tool_result" and role == "user":
+                inner = block.get("content")
+                blocks = inner if isinstance(inner, list) else []
+                if not isinstance(inner, str | list | None) or not all(
+                    isinstance(each, dict) for each in blocks
+                ):
+                    raise ApiError(f"{at}.content[{place}] has no text", param=at)
+                text = text_of(inner, f"{at}.content[{place}].content")
+                results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
+            elif kind == "image" and role == "user":
+                source = block.get("source")
+                source = source if isinstance(source, dict) else {}
+                if (kind := source.get("type")) != "base64":
+                    wrong = f"{at}.content[{place}].source is base64, got {kind!r:.40}: nothing is fetched"
+                    raise ApiError(wrong, param=f"{at}.content[{place}]")
+                url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+                texts.append({"type": "image_url", "image_url": {"url": url}})
+            elif isinstance(block, dict):
+                texts.append({"type": "text", "text": text_of([block], f"{at}.content")})
+            else:
+                raise ApiError(f"{at}.content[{place}] is no block", param=at)
+        thought = "".join(thoughts)
+        if not texts and not calls and not thought:
+            return results
+        message: dict[str, Any] = {"role": role, "content": texts}
+        message |= {"reasoning_content": thought} if thought else {}
+        return [*results, message | ({"tool_calls": calls} if calls else {})]
 
 
-def _messages(value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
-    """A message in OpenAI's format; several if it has results of tools."""
-    role, content = value.get("role"), value.get("content")
-    if {*value} - {"role", "content"} or role not in ("user", "assistant"):
-        raise ApiError(f"{at} has a role, user or assistant, and a content", param=at)
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    if not isinstance(content, list) or not content:
-        raise ApiError(f"{at}.content is a text or a list of blocks", param=at)
-    results, texts, calls = [], [], []
-    for place, block in enumerate(content):
-        kind = block.get("type") if isinstance(block, dict) else None
-        if kind == "tool_use" and role == "assistant":
-            function = {"name": block.get("name"), "arguments": block.get("input")}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind == "tool_result" and role == "user":
-            inner = block.get("content")
-            blocks = inner if isinstance(inner, list) else []
-            if not isinstance(inner, str | list | None) or not all(isinstance(each, dict) for each in blocks):
-                raise ApiError(f"{at}.content[{place}] has no text", param=at)
-            text = text_of(inner, f"{at}.content[{place}].content")
-            results.append({"role": "tool", "content": text, "tool_call_id": block.get("tool_use_id")})
-        elif kind == "image" and role == "user":
-            source = block.get("source")
-            source = source if isinstance(source, dict) else {}
-            if (kind := source.get("type")) != "base64":
-                wrong = f"{at}.content[{place}].source is base64, got {kind!r:.40}: nothing is fetched"
-                raise ApiError(wrong, param=f"{at}.content[{place}]")
-            url = f"data:{source.get('media_type')};base64,{source.get('data')}"
-            texts.append({"type": "image_url", "image_url": {"url": url}})
-        elif isinstance(block, dict):
-            texts.append({"type": "text", "text": text_of([block], f"{at}.content")})
-        else:
-            raise ApiError(f"{at}.content[{place}] is no block", param=at)
-    if not texts and not calls:
-        return results
-    message: dict[str, Any] = {"role": role, "content": texts}
-    return [*results, message | ({"tool_calls": calls} if calls else {})]
+def _tool(value: Any, at: str) -> dict[str, Any]:
+    """A tool in OpenAI's format; those of Anthropic's own types are refused by them."""
+    if isinstance(value, Mapping) and (kind := value.get("type") or "custom") != "custom":
+        require_function({"type": kind}, at)
+    tool = convert(value, Tool, at)
+    function = {name: getattr(tool, name) for name in ("name", "description", "strict")}
+    return {"type": "function", "function": function | {"parameters": tool.input_schema}}
 
 
-def _message(model: str, choice: Choice) -> dict[str, Any]:
+class _Blocks:
+    """Writes an answer as Anthropic's message: as a whole, or block by block."""
+
+    def __init__(self, state: ApiState, app: str, model: str) -> None:
+        self._seals, self._app, self._model = state.seals, app, model
+
+    def message(self, choice: Choice) -> dict[str, Any]:
+        """The message without its content."""
+        return {
+            "id": new_id("msg_"), "type": "message", "role": "assistant", "model": self._model, "content": [],
+            "stop_reason": None, "stop_sequence": None, "usage": _usage(choice),
+        }  # fmt: skip
+
+    def whole(self, part: AnswerPart) -> dict[str, Any] | None:
+        """The block of a part; None for a call that was cut, whose input is no object."""
+        if part.kind == "text":
+            return {"type": "text", "text": part.text}
+        if part.kind == "reasoning":
+            return {"type": "thinking", "thinking": part.text, "signature": self._signature(part.text)}
+        whole = {"input": msgspec.json.decode(part.text or "{}")} if part.whole else {}
+        return {"type": "tool_use", "id": part.id, "name": part.name, **whole} if part.whole else None
+
+    def _signature(self, text: str) -> str:
+        return self._seals.signature(self._app, text)
+
+    async def frames(self, news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
+        """The events of an answer."""
+        choice, block, opened, thought = None, 0, "", list[str]()
+
+        def close() -> Iterator[bytes]:
+            nonlocal opened, block
+            if opened == "thinking":
+                yield delta(type="signature_delta", signature=self._signature("".join(thought)))
+                thought.clear()
+            if opened:
+                yield _event("content_block_stop", index=block)
+                block += 1
+            opened = ""
+
+        def begin(kind: str, **fields: Any) -> Iterator[bytes]:
+            nonlocal opened
+            if opened != kind:
+                yield from close()
+                opened = kind
+                yield _event("content_block_start", index=block, content_block={"type": kind, **fields})
+
+        def delta(**fields: Any) -> bytes:
+            return _event("content_block_delta", index=block, delta=fields)
+
+        def written(part: Part) -> Iterator[bytes]:
+            match part:
+                case Text():
+                    yield from begin("text", text="")
+                    yield delta(type="text_delta", text=part.text)
+                case Thinking():
+                    yield from begin("thinking", thinking="", signature="")
+                    thought.append(part.text)
+                    yield delta(type="thinking_delta", thinking=part.text)
+                case CallBegins():
+                    yield from close()
+                    yield from begin("tool_use", id=part.id, name=part.name, input={})
+                case CallArguments():
+                    yield delta(type="input_json_delta", partial_json=part.text)
+                case CallEnds():
+                    yield from close()
+
+        async for each in news:
+            if choice is None:
+                choice = each
+                yield _event("message_start", message=self.message(choice))
+            for part in choice.new:
+                for frame in written(part):
+                    yield frame
+        for frame in close():
+            yield frame
+        assert choice is not None
+        usage = _usage(choice) | _written(choice)
+        yield _event("message_delta", delta=_stop(choice), usage=usage, jaxllm=choice.facts())
+        yield _event("message_stop")
+
+
+def _event(kind: str, **fields: Any) -> bytes:
+    return event_frame({"type": kind, **fields}, kind)
+
+
+def _usage(choice: Choice) -> dict[str, Any]:
     start = choice.started
     assert start is not None
-    usage = {
+    return {
         "input_tokens": start.prompt_tokens - start.reused_tokens,
         "cache_read_input_tokens": start.reused_tokens,
         "cache_creation_input_tokens": 0,
         "output_tokens": 0,
     }
-    message = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model, "content": []}
-    return message | {"stop_reason": None, "stop_sequence": None, "usage": usage}
+
+
+def _written(choice: Choice) -> dict[str, Any]:
+    assert choice.ended is not None
+    return {"output_tokens": choice.ended.tokens}
 
 
 def _stop(choice: Choice) -> dict[str, Any]:
@@ -163,39 +353,3 @@ def _stop(choice: Choice) -> dict[str, Any]:
     reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
     usual = "end_turn" if end.stop_string is None else "stop_sequence"
     return {"stop_reason": reasons.get(choice.finish_reason, usual), "stop_sequence": end.stop_string}
-
-
-def _tool_use(call: ToolCall) -> dict[str, Any]:
-    return {"type": "tool_use", "id": call.id, "name": call.name}
-
-
-async def _frames(news: AsyncIterator[Choice], model: str) -> AsyncGenerator[bytes, None]:
-    def event(kind: str, **fields: Any) -> bytes:
-        return event_frame({"type": kind, **fields}, kind)
-
-    block, is_text, choice = -1, False, None
-    async for each in news:
-        if choice is None:
-            choice = each
-            yield event("message_start", message=_message(model, choice))
-        if choice.new_text:
-            if not is_text:
-                block, is_text = block + 1, True
-                yield event("content_block_start", index=block, content_block={"type": "text", "text": ""})
-            delta = {"type": "text_delta", "text": choice.new_text}
-            yield event("content_block_delta", index=block, delta=delta)
-        for call in choice.new_calls:
-            if is_text:
-                yield event("content_block_stop", index=block)
-            block, is_text = block + 1, False
-            yield event("content_block_start", index=block, content_block=_tool_use(call) | {"input": {}})
-            part = {"type": "input_json_delta", "partial_json": call.arguments}
-            yield event("content_block_delta", index=block, delta=part)
-            yield event("content_block_stop", index=block)
-    if is_text:
-        yield event("content_block_stop", index=block)
-    assert choice is not None
-    assert choice.ended is not None
-    usage = {"output_tokens": choice.ended.tokens}
-    yield event("message_delta", delta=_stop(choice), usage=usage, jaxllm=choice.facts())
-    yield event("message_stop")

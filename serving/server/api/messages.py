@@ -1,23 +1,15 @@
-"""Parses OpenAI's messages, tools and items of responses into a conversation; never fetches URLs."""
+"""Parses OpenAI's messages and items of responses into a conversation; never fetches URLs."""
 
-import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.guided.calls import answer_grammar
-from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.images.prompt import image_bytes, image_part
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.requests import convert, new_id
-from jaxllm.text.answer_format import AnswerFormat, make_scanner
-from jaxllm.text.answer_scanner import FormatScanner
 
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_MAX_TOOLS = 128
 # Enough for any prompt, and fast to parse.
 MAX_MESSAGES = 8192
 
@@ -46,48 +38,18 @@ class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = None
 
 
-class ToolFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The function of a tool."""
-
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A tool in OpenAI's chat format."""
-
-    type: Literal["function"]
-    function: ToolFunction
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ToolUse:
-    """The effect of a request's tools on its calls.
-
-    Attributes:
-      tools: tools for the conversation.
-      grammar: given that of a response format, or None, the grammar of the answer, or None.
-      scanner: makes a scanner of the answer; None without tools.
-      markers: special tokens that the scanner reads.
-    """
-
-    tools: tuple[Mapping[str, Any], ...] = ()
-    grammar: Callable[[Grammar | None], Grammar | None] = lambda schema: schema
-    scanner: Callable[[], FormatScanner] | None = None
-    markers: tuple[str, ...] = ()
-
-
 def messages_of(values: Sequence[Any], param: str = "messages") -> tuple[dict[str, Any], ...]:
     """Messages in the templates' format: texts as one string, arguments of calls as objects. The role
-    `developer` becomes `system`, since templates of open models do not know it.
+    `developer` becomes `system`, since templates of open models do not know it; an assistant's reasoning is
+    `reasoning_content`, by either name, which the template leaves out where it does.
 
     Args:
       values: JSON values.
@@ -105,56 +67,6 @@ def require_some(values: Sequence[Any], param: str) -> None:
     """Raises ApiError if there are no messages or too many."""
     if not 1 <= len(values) <= MAX_MESSAGES:
         raise ApiError(f"{param} has {len(values)} messages; 1 to {MAX_MESSAGES} are allowed", param=param)
-
-
-def tools_of(
-    values: Sequence[Any] | None, choice: Any, parallel: bool | None, answer_format: AnswerFormat
-) -> ToolUse:
-    """The effect of tools and `tool_choice`. Calls of strict tools match their schemas, and without
-    `parallel` there is at most one call, for any choice.
-
-    Raises:
-      ApiError: a tool is malformed, or the choice is none of them.
-    """
-    if choice is not None and choice != "none" and not values:
-        raise ApiError("tool_choice requires tools", param="tool_choice")
-    if not values:
-        return ToolUse()
-    if len(values) > _MAX_TOOLS:
-        raise ApiError(f"tools must have at most {_MAX_TOOLS} entries, got {len(values)}", param="tools")
-    given = [_tool(value, f"tools[{index}]") for index, value in enumerate(values)]
-    tools, strict = [tool for tool, _ in given], [name for _, name in given if name is not None]
-    names = [tool["function"]["name"] for tool in tools]
-    if len({*names}) < len(names):
-        raise ApiError("two tools have one name", param="tools")
-    if choice == "none":
-        return ToolUse()
-    required, several, callable_tools = choice == "required", parallel is not False, tools
-    if choice not in (None, "auto", "required"):
-        function = isinstance(choice, Mapping) and choice.get("type") == "function"
-        function = choice.get("function", choice) if function else None
-        named = function.get("name") if isinstance(function, Mapping) else None
-        if named not in names:
-            raise ApiError(
-                'tool_choice is none, auto, required or {"type": "function", "function": {"name": NAME}} '
-                f"with the name of one of the tools, got {choice!r:.80}",
-                param="tool_choice",
-            )
-        required, several, callable_tools = True, False, [tools[names.index(named)]]
-
-    def grammar(schema: Grammar | None) -> Grammar | None:
-        return answer_grammar(
-            answer_format, callable_tools, required=required, several=several, strict=strict, schema=schema
-        )
-
-    # Here, so that an unsupported schema is refused as the tool's.
-    grammar(None)
-    return ToolUse(
-        tools=tuple(tools),
-        grammar=grammar,
-        scanner=lambda: make_scanner(answer_format, tools, thinking=answer_format.opened),
-        markers=tuple(text for text, _ in answer_format.special),
-    )
 
 
 def text_of(
@@ -236,12 +148,17 @@ def arguments_of(value: str | Mapping[str, Any], at: str) -> Mapping[str, Any]:
 
 def _message(value: Any, at: str) -> dict[str, Any]:
     message = convert(value, Message, at)
+    thought = message.reasoning_content or message.reasoning
     plain: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": content_of(message.content, f"{at}.content", images=message.role == "user"),
     }
-    if message.content is None and not message.tool_calls:
+    if message.content is None and not message.tool_calls and not thought:
         raise ApiError(f"{at} has no content", param=at)
+    if thought:
+        if message.role != "assistant":
+            raise ApiError(f"{at} has reasoning, which only the assistant's messages have", param=at)
+        plain["reasoning_content"] = thought
     for name in ("name", "tool_call_id"):
         if (value := getattr(message, name)) is not None:
             plain[name] = value
@@ -251,20 +168,6 @@ def _message(value: Any, at: str) -> dict[str, Any]:
         made = {"id": call.id or "", "type": "function", "function": function}
         plain.setdefault("tool_calls", []).append(made)
     return plain
-
-
-def _tool(value: Any, at: str) -> tuple[dict[str, Any], str | None]:
-    """A tool in the templates' format, and its name if it is strict."""
-    tool = convert(value, Tool, at)
-    if not _NAME.fullmatch(tool.function.name):
-        raise ApiError(f"{at} has the name {tool.function.name!r:.80}; names have 1 to 64 letters", param=at)
-    function = {
-        "name": tool.function.name,
-        "description": tool.function.description or "",
-        "parameters": tool.function.parameters or {"type": "object", "properties": {}},
-    }
-    strict = tool.function.name if tool.function.strict else None
-    return {"type": "function", "function": function}, strict
 
 
 _TEXTS = ("input_text", "output_text", "text")
@@ -295,6 +198,15 @@ class CallItem(Item, kw_only=True):
     arguments: str
 
 
+class ReasoningItem(Item, kw_only=True):
+    """Reasoning of the model: as texts, or as `encrypted_content` of this service (see
+    `jaxllm.serving.server.api.seals`)."""
+
+    summary: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    content: list[dict[str, Any]] | None = None
+    encrypted_content: str | None = None
+
+
 class OutputItem(Item, kw_only=True):
     """A function's result."""
 
@@ -302,8 +214,14 @@ class OutputItem(Item, kw_only=True):
     output: str | list[dict[str, Any]]
 
 
-def items_of(value: str | Sequence[Any]) -> list[dict[str, Any]]:
+def items_of(
+    value: str | Sequence[Any], opened: Callable[[str], str | None] = lambda sealed: None
+) -> list[dict[str, Any]]:
     """A request's input as items with ids.
+
+    Args:
+      value: a text, or items.
+      opened: the thought in the `encrypted_content` of this service; None for a foreign one.
 
     Raises:
       ApiError: there are no items or too many, or one is malformed, of an unsupported type, or has a part
@@ -312,11 +230,12 @@ def items_of(value: str | Sequence[Any]) -> list[dict[str, Any]]:
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     require_some(value, "input")
-    return [_item(each, f"input[{index}]") for index, each in enumerate(value)]
+    return [_item(each, f"input[{index}]", opened) for index, each in enumerate(value)]
 
 
 def conversation_of(items: Sequence[Mapping[str, Any]], instructions: str = "") -> tuple[dict[str, Any], ...]:
-    """Converts items to messages: `instructions` first; the assistant's text and calls share a message.
+    """Converts items to messages: `instructions` first; the assistant's reasoning, text and calls share a
+    message. A call that was cut is left out: its arguments are not whole.
 
     Args:
       items: items from `items_of`, oldest first.
@@ -328,29 +247,48 @@ def conversation_of(items: Sequence[Mapping[str, Any]], instructions: str = "") 
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})
+
+    def answer(*without: str) -> dict[str, Any]:
+        """The assistant's message that goes on, if it has none of these yet, else a new one."""
+        last = messages[-1] if messages else {"role": ""}
+        if last["role"] != "assistant" or any(last.get(name) for name in without):
+            messages.append({"role": "assistant", "content": []})
+        return messages[-1]
+
     for item in items:
-        if item["type"] == "message":
+        kind = item["type"]
+        if kind == "message":
             texts = [
                 {"type": "image_url", "image_url": {"url": part["image_url"]}}
                 if part["type"] == "input_image"
                 else {"type": "text", "text": part["text"]}
                 for part in item["content"]
             ]
-            if item["role"] == "assistant" and messages and "tool_calls" in messages[-1]:
-                messages[-1]["content"] += texts
-            else:
+            if item["role"] != "assistant":
                 messages.append({"role": item["role"], "content": texts})
-        elif item["type"] == "function_call_output":
+            else:
+                last = messages[-1] if messages else {}
+                joins = "tool_calls" in last or ("reasoning_content" in last and not last["content"])
+                answer(*() if joins else ("role",))["content"] += texts
+        elif kind == "function_call_output":
             output = item["output"]
             text = output if isinstance(output, str) else "".join(part["text"] for part in output)
             messages.append({"role": "tool", "content": text, "tool_call_id": item["call_id"]})
-        else:
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": []})
+        elif kind == "reasoning":
+            # Empty for one that could not be opened.
+            if thought := thought_of(item):
+                said = answer("content", "tool_calls")
+                said["reasoning_content"] = said.get("reasoning_content", "") + thought
+        elif item["status"] != "incomplete":
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
-            messages[-1].setdefault("tool_calls", []).append(call)
+            answer().setdefault("tool_calls", []).append(call)
     return messages_of(messages, "input")
+
+
+def thought_of(item: Mapping[str, Any]) -> str:
+    """The text of an item of reasoning."""
+    return "".join(part["text"] for part in item.get("content") or item["summary"])
 
 
 def require_calls(items: Sequence[Mapping[str, Any]]) -> None:
@@ -366,12 +304,13 @@ def require_calls(items: Sequence[Mapping[str, Any]]) -> None:
 
 _ITEMS: dict[str, tuple[type[Item], str]] = {
     "message": (MessageItem, "msg_"),
+    "reasoning": (ReasoningItem, "rs_"),
     "function_call": (CallItem, "fc_"),
     "function_call_output": (OutputItem, "fco_"),
 }
 
 
-def _item(value: Any, at: str) -> dict[str, Any]:
+def _item(value: Any, at: str, opened: Callable[[str], str | None]) -> dict[str, Any]:
     kind = value.get("type", "message") if isinstance(value, dict) else "message"
     if not isinstance(kind, str) or kind not in _ITEMS:
         message = f"{at} is of the type {kind!r:.40}; items are {', '.join(_ITEMS)}"
@@ -380,8 +319,18 @@ def _item(value: Any, at: str) -> dict[str, Any]:
     item = convert(value, form, at)
     plain: dict[str, Any] = {"id": new_id(prefix), "type": kind, "status": "completed"}
     match item:
+        case ReasoningItem():
+            kinds = ("summary_text", "reasoning_text", "text")
+            texts = text_of(item.content or item.summary, at, kinds)
+            if not item.content and item.encrypted_content is not None:
+                # As it was said; what is not this service's has at most a summary.
+                texts = opened(item.encrypted_content) or texts
+            return plain | {"summary": [], "content": [{"type": "reasoning_text", "text": texts}]}
         case CallItem():
-            arguments_of(item.arguments, f"{at}.arguments")
+            if item.status == "incomplete":
+                plain["status"] = item.status
+            else:
+                arguments_of(item.arguments, f"{at}.arguments")
             return plain | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
         case OutputItem():
             output = item.output if isinstance(item.output, str) else _parts(item.output, f"{at}.output")

@@ -2,23 +2,27 @@
 
 import datetime
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from jaxllm.serving.server.api.answers import (
     SAMPLING,
     AnswerParams,
-    Choice,
     Extensions,
     SamplingFields,
     answer_of,
     format_grammar,
+    reasoning_in,
 )
+from jaxllm.serving.server.api.choices import AnswerPart, Choice
 from jaxllm.serving.server.api.errors import ApiError, ollama_body
-from jaxllm.serving.server.api.messages import ToolUse, messages_of, tools_of
+from jaxllm.serving.server.api.messages import messages_of
+from jaxllm.serving.server.api.reasoning import Reasoning, Switch
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Neutral, convert
+from jaxllm.serving.server.api.tool_use import ToolUse, openai_choice, tools_of
 from jaxllm.serving.server.calls import CallPrompt
+from jaxllm.text.answer_parts import CallEnds
 from jaxllm.version import __version__
 
 # Ollama's default.
@@ -49,6 +53,7 @@ class OllamaBody(Extensions, kw_only=True):
     format: str | dict[str, Any] | None = None
     options: dict[str, Any] | None = None
     keep_alive: str | int | float | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
 
 
 class ChatBody(OllamaBody, kw_only=True):
@@ -56,6 +61,8 @@ class ChatBody(OllamaBody, kw_only=True):
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None = None
+    # Of clients that make Ollama's bodies of OpenAI's.
+    tool_choice: str | dict[str, Any] | None = None
 
 
 class GenerateBody(OllamaBody, kw_only=True):
@@ -74,7 +81,7 @@ class ShowBody(msgspec.Struct, kw_only=True):
     verbose: bool = False
 
 
-_CHAT_NEUTRAL: Neutral = {"think": (False,), "logprobs": (False,), "top_logprobs": (0,)}
+_CHAT_NEUTRAL: Neutral = {"logprobs": (False,), "top_logprobs": (0,)}
 _GENERATE_NEUTRAL: Neutral = _CHAT_NEUTRAL | {
     "suffix": ("",), "template": ("",), "context": ([],),
 }  # fmt: skip
@@ -83,11 +90,11 @@ _GENERATE_NEUTRAL: Neutral = _CHAT_NEUTRAL | {
 async def chat(state: ApiState, request: ApiRequest) -> Any:
     """Answers a chat."""
     body = state.body(request, ChatBody, _CHAT_NEUTRAL)
-    facts, _ = state.model(body.model, tagged=True)
-    use = tools_of(body.tools, None, None, facts.answer_format)
+    state.model(body.model, tagged=True)
+    use, reasoning = tools_of(body.tools, openai_choice(body.tool_choice, None)), _reasoning(state, body)
     messages = messages_of([_message(each, f"messages[{index}]") for index, each in enumerate(body.messages)])
-    prompt = await state.conversation(request.app, messages, use.tools)
-    return await _answer(state, request, body, prompt, use)
+    prompt = await state.conversation(request.app, messages, use.tools, template_options=reasoning.options)
+    return await _answer(state, request, body, prompt, use, reasoning)
 
 
 async def generate(state: ApiState, request: ApiRequest) -> Any:
@@ -95,18 +102,19 @@ async def generate(state: ApiState, request: ApiRequest) -> Any:
     body = state.body(request, GenerateBody, _GENERATE_NEUTRAL)
     facts, _ = state.model(body.model, tagged=True)
     if body.raw or not facts.has_chat_template:
-        for name in ("system", "images"):
+        for name in ("system", "images", "think"):
             if getattr(body, name):
                 raise ApiError(f"{name} needs a chat template, which a raw prompt does not use", param=name)
-        return await _answer(state, request, body, body.prompt, ToolUse())
+        return await _answer(state, request, body, body.prompt)
     turns = [("system", body.system), ("user", body.prompt)]
     messages: list[dict[str, Any]] = [
         {"role": role, "content": text} for role, text in turns if text is not None
     ]
     if body.images:
         messages[-1]["content"] = _with_images(body.prompt, body.images, "images")
-    conversation = await state.conversation(request.app, messages_of(messages, "prompt"))
-    return await _answer(state, request, body, conversation, ToolUse())
+    reasoning, plain = _reasoning(state, body), messages_of(messages, "prompt")
+    conversation = await state.conversation(request.app, plain, template_options=reasoning.options)
+    return await _answer(state, request, body, conversation, reasoning=reasoning)
 
 
 async def tags(state: ApiState, request: ApiRequest) -> dict[str, Any]:
@@ -122,7 +130,9 @@ async def show(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     """Facts of a model."""
     facts, _ = state.model(state.body(request, ShowBody).model, tagged=True)
     info = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
-    able = ["completion", *["tools"] * facts.has_chat_template, *["vision"] * facts.images]
+    answer_format = facts.answer_format
+    able = ["completion", *["tools"] * ("tools" in facts.chat_template), *["vision"] * facts.images]
+    able += ["thinking"] * answer_format.thinks
     own = {"details": {"family": "jaxllm"}, "template": facts.chat_template}
     return {**own, "model_info": info, "capabilities": able}
 
@@ -132,8 +142,19 @@ async def version(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     return {"version": __version__}
 
 
+def _reasoning(state: ApiState, body: OllamaBody) -> Reasoning:
+    think = body.think
+    kind = "effort" if isinstance(think, str) else "wanted"
+    return reasoning_in(state, body, Switch(kind, think, "think"))
+
+
 async def _answer(
-    state: ApiState, request: ApiRequest, body: OllamaBody, prompt: CallPrompt, use: ToolUse
+    state: ApiState,
+    request: ApiRequest,
+    body: OllamaBody,
+    prompt: CallPrompt,
+    use: ToolUse | None = None,
+    reasoning: Reasoning | None = None,
 ) -> Any:
     facts, adapter = state.model(body.model, tagged=True)
     options = convert(body.options or {}, Options, "options")
@@ -153,39 +174,50 @@ async def _answer(
         max_tokens=facts.window_tokens if options.num_predict == -1 else options.num_predict,
         stop=options.stop,
         temperature=_TEMPERATURE,
-        use=use,
+        use=use or ToolUse(),
+        reasoning=reasoning or Reasoning(),
         grammar=grammar,
     )
-    answer = answer_of(state, request, fields, (prompt,), params)
+    answer = await answer_of(state, request, fields, (prompt,), params)
     is_chat = isinstance(body, ChatBody)
 
     async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
         async for choice in news:
-            if choice.new_text or choice.new_calls:
-                yield _line(_part(body.model, choice.new_text, choice.new_calls, is_chat))
+            # A call has its arguments as an object, so that it comes when it is whole.
+            calls = [choice.calls[each.index] for each in choice.new if isinstance(each, CallEnds)]
+            text, thought = choice.new_text, choice.new_reasoning
+            if text or thought or calls:
+                yield _line(_part(body.model, text, thought, calls, is_chat=is_chat))
             if choice.ended is not None:
-                yield _line(_part(body.model, "", (), is_chat) | _end(choice))
+                yield _line(_part(body.model, "", "", (), is_chat=is_chat) | _end(choice))
 
     if body.stream:
         return await answer.streamed(
             frames, lambda error: _line(ollama_body(error)), media_type="application/x-ndjson"
         )
     (choice,) = await answer.whole()
-    return _part(body.model, choice.text, choice.tool_calls, is_chat) | _end(choice)
+    calls = choice.whole_calls
+    return _part(body.model, choice.text, choice.reasoning, calls, is_chat=is_chat) | _end(choice)
 
 
 def _line(data: Any) -> bytes:
     return msgspec.json.encode(data) + b"\n"
 
 
-def _part(model: str, text: str, calls: Sequence[Any], is_chat: bool) -> dict[str, Any]:
+def _part(
+    model: str, text: str, thought: str, calls: Sequence[AnswerPart], *, is_chat: bool
+) -> dict[str, Any]:
     part: dict[str, Any] = {"model": model, "created_at": _time(None), "done": False}
+    thinking = {"thinking": thought} if thought else {}
     if not is_chat:
-        return part | {"response": text}
-    message: dict[str, Any] = {"role": "assistant", "content": text}
+        return part | {"response": text} | thinking
+    message: dict[str, Any] = {"role": "assistant", "content": text, **thinking}
     if calls:
         message["tool_calls"] = [
-            {"function": {"name": call.name, "arguments": msgspec.json.decode(call.arguments)}}
+            {
+                "id": call.id,
+                "function": {"name": call.name, "arguments": msgspec.json.decode(call.text or "{}")},
+            }
             for call in calls
         ]
     return part | {"message": message}
@@ -221,7 +253,8 @@ def _with_images(text: Any, images: Any, at: str) -> list[dict[str, Any]]:
 
 def _message(value: dict[str, Any], at: str) -> dict[str, Any]:
     known = value.keys() - {"images", "thinking"}
-    plain = {name: each for name, each in value.items() if name in known and each is not None}
+    plain = {"reasoning_content": value["thinking"]} if value.get("thinking") else {}
+    plain |= {name: each for name, each in value.items() if name in known and each is not None}
     if value.get("images"):
         plain["content"] = _with_images(value.get("content"), value["images"], at)
     if "tool_name" in plain:

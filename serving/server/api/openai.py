@@ -7,6 +7,7 @@ import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
 from jaxllm.errors import ContextOverflow
@@ -14,17 +15,18 @@ from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.server.api.answers import (
     Answer,
     AnswerParams,
-    Choice,
     Positive,
     SamplingFields,
     StreamOptions,
-    ToolCall,
     TopLogprobs,
     answer_of,
     format_grammar,
+    reasoning_in,
 )
+from jaxllm.serving.server.api.choices import AnswerPart, Choice
 from jaxllm.serving.server.api.errors import ApiError, openai_body
-from jaxllm.serving.server.api.messages import messages_of, tools_of
+from jaxllm.serving.server.api.messages import messages_of
+from jaxllm.serving.server.api.reasoning import Switch
 from jaxllm.serving.server.api.requests import (
     DONE,
     ApiRequest,
@@ -35,7 +37,9 @@ from jaxllm.serving.server.api.requests import (
     new_id,
     now_s,
 )
+from jaxllm.serving.server.api.tool_use import ToolUse, openai_choice, tools_of
 from jaxllm.serving.server.calls import CallPrompt
+from jaxllm.text.answer_parts import CallArguments, CallBegins
 
 # JSON has no infinity; OpenAI's value for impossible tokens.
 _LEAST = -9999.0
@@ -152,6 +156,14 @@ def requested_logprobs(top: int | None, requested: bool, needed: str) -> int | N
     return (top or 0) if requested else None
 
 
+class ReasoningFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenRouter's `reasoning` of chats."""
+
+    effort: str | None = None
+    max_tokens: int | None = None
+    enabled: bool | None = None
+
+
 class ChatBody(SamplingFields, kw_only=True):
     """The supported fields of a chat."""
 
@@ -172,6 +184,8 @@ class ChatBody(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
+    reasoning_effort: str | None = None
+    reasoning: ReasoningFields | None = None
 
 
 _NEVER = (
@@ -182,7 +196,6 @@ CHAT_NEUTRAL: Neutral = dict.fromkeys(_NEVER, ()) | {
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    "reasoning_effort": ("none",),
     "store": (False,),
     "verbosity": ("medium",),
 }
@@ -196,7 +209,15 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
         raise ApiError("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
     top_logprobs = requested_logprobs(body.top_logprobs, body.logprobs, "logprobs to be true")
     with_usage = _with_usage(body)
-    use = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls, facts.answer_format)
+    use = tools_of(body.tools, openai_choice(body.tool_choice, body.parallel_tool_calls))
+    also = body.reasoning or ReasoningFields()
+    reasoning = reasoning_in(
+        state, body,
+        Switch("effort", body.reasoning_effort, "reasoning_effort"),
+        Switch("effort", also.effort, "reasoning.effort"),
+        Switch("budget", also.max_tokens, "reasoning.max_tokens"),
+        Switch("wanted", also.enabled, "reasoning.enabled"),
+    )  # fmt: skip
     form: dict[str, Any] = {"type": "text"} if body.response_format is None else body.response_format
     schema = form["json_schema"] if isinstance(form.get("json_schema"), dict) else {}
     strict = schema.get("strict") is True
@@ -207,29 +228,33 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
         stop=body.stop,
         logit_bias=body.logit_bias,
         use=use,
+        reasoning=reasoning,
         grammar=format_grammar(form.get("type"), schema.get("schema"), "response_format", strict=strict),
         top_logprobs=top_logprobs,
     )
     messages = messages_of(body.messages)
-    prompt = await state.conversation(request.app, messages, use.tools, continue_final=_continues(body))
-    answer = answer_of(state, request, body, (prompt,), params)
+    prompt = await state.conversation(
+        request.app, messages, use.tools, continue_final=_continues(body), template_options=reasoning.options
+    )
+    answer = await answer_of(state, request, body, (prompt,), params)
     base: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": now_s(), "model": body.model or facts.name}
     base |= {"system_fingerprint": None}
     base |= {} if body.service_tier is None else {"service_tier": body.service_tier}
     if body.stream:
         base |= {"object": "chat.completion.chunk"} | ({"usage": None} if with_usage else {})
         logged = [LoggedText(state) if body.logprobs else None for _ in answer.choices]
-        return await _streamed(answer, base, _chat_deltas(logged), with_usage=with_usage)
+        return await _streamed(answer, base, _chat_deltas(logged, use), with_usage=with_usage)
     choices = []
     for choice in await answer.whole():
-        called = {"tool_calls": [_called(call) for call in choice.tool_calls]} if choice.tool_calls else {}
+        called = {"tool_calls": [_called(call) for call in choice.calls]} if choice.calls else {}
         content = choice.text or (None if called else "")
         logprobs = await LoggedText(state).take(choice, whole=True)
         entry = {
             "index": choice.index,
-            "message": {"role": "assistant", "content": content, "refusal": None, **called},
+            "message": {"role": "assistant", "content": content, "refusal": None, **called}
+            | _reasoned(choice.reasoning),
             "logprobs": {"content": chat_logprobs(logprobs), "refusal": None} if body.logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": _finish_reason(choice, use),
         }
         choices.append(entry)
     return _whole(answer, {**base, "object": "chat.completion"}, choices)
@@ -249,6 +274,7 @@ def _usage(answer: Answer) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "completion_tokens_details": {"reasoning_tokens": answer.reasoning_tokens},
     }
 
 
@@ -269,37 +295,60 @@ async def _streamed(answer: Answer, base: dict[str, Any], deltas: _Deltas, *, wi
         if with_usage:
             yield event_frame({**base, "choices": [], "usage": _usage(answer), "jaxllm": answer.facts()})
 
-    return await answer.streamed(frames, lambda error: event_frame(openai_body(error)), end=DONE)
+    return await answer.streamed(
+        frames,
+        lambda error: event_frame(openai_body(error)),
+        end=DONE,
+        progressed=lambda progress: event_frame({**base, "choices": [], "prompt_progress": progress}),
+    )
 
 
-def _chat_deltas(logged: Sequence[LoggedText | None]) -> _Deltas:
+def _chat_deltas(logged: Sequence[LoggedText | None], use: ToolUse) -> _Deltas:
     begun: set[int] = set()
-    called = collections.Counter[int]()
 
     async def deltas(choice: Choice) -> AsyncGenerator[dict[str, Any], None]:
         index, delta = choice.index, dict[str, Any]()
         if index not in begun:
             begun.add(index)
             delta |= {"role": "assistant", "content": ""}
+        delta |= _reasoned(choice.new_reasoning)
         if choice.new_text:
             delta["content"] = choice.new_text
-        if choice.new_calls:
-            numbered = enumerate(choice.new_calls, called[index])
-            delta["tool_calls"] = [{"index": number, **_called(call)} for number, call in numbered]
-            called[index] += len(choice.new_calls)
+        calls: dict[int, dict[str, Any]] = {}
+        for part in choice.new:
+            # Names first, then pieces of the arguments, which clients join by the index.
+            if isinstance(part, CallBegins):
+                calls[part.index] = {"index": part.index, **_called(choice.calls[part.index], "")}
+            elif isinstance(part, CallArguments):
+                call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
+                call["function"]["arguments"] += part.text
+        if calls:
+            delta["tool_calls"] = list(calls.values())
         log = logged[index]
         tokens = () if log is None else await log.take(choice)
         if delta or tokens:
             logprobs = {"content": chat_logprobs(tokens), "refusal": None} if tokens else None
             yield {"delta": delta, "logprobs": logprobs, "finish_reason": None}
         if choice.ended is not None:
-            yield {"delta": {}, "logprobs": None, "finish_reason": choice.finish_reason}
+            yield {"delta": {}, "logprobs": None, "finish_reason": _finish_reason(choice, use)}
 
     return deltas
 
 
-def _called(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def _reasoned(text: str) -> dict[str, str]:
+    """Reasoning by both names that clients read: DeepSeek's, and that of OpenRouter and vLLM."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+def _finish_reason(choice: Choice, use: ToolUse) -> str:
+    """OpenAI's own ends with "stop" where the caller named the tool, because the model did not choose."""
+    reason = choice.finish_reason
+    return "stop" if reason == "tool_calls" and use.named else reason
+
+
+def _called(call: AnswerPart, arguments: str | None = None) -> dict[str, Any]:
+    text = call.text if arguments is None else arguments
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": text}}
 
 
 def _continues(body: ChatBody) -> bool | None:
@@ -347,7 +396,7 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
     )
     most = state.answers_per_request
     prompts = prompts_of(body.prompt, "prompt", window_tokens=facts.window_tokens, most=most)
-    answer = answer_of(state, request, body, prompts, params)
+    answer = await answer_of(state, request, body, prompts, params)
     base = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s()}
     base |= {"model": body.model or facts.name}
     logged = [LoggedText(state) for _ in answer.choices]

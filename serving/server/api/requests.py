@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 from jaxllm.serving.contexts.encryption import Vault
 from jaxllm.serving.images.prompt import IMAGES, split_images
 from jaxllm.serving.server.api.errors import ApiError
+from jaxllm.serving.server.api.seals import Seals
 from jaxllm.serving.server.api.stored_responses import ResponseStore
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.calls import Conversation, ModelFacts, Refused
@@ -153,6 +154,9 @@ class ApiState:
       body_depth: maximum nesting of lists and objects in a body.
       body_s: maximum time in seconds until a body has arrived.
       write_s: maximum time in seconds that a client may leave a part of an answer unread.
+      keep_alive_s: time in seconds without a part of a stream after which a comment is sent.
+      keep_alives: maximum number of such comments in a row.
+      progress_s: time in seconds between two reports of a prompt's progress.
       answers_per_request: maximum number of answers per request, as prompts times `n`.
       embeddings_per_request: maximum number of inputs of a request for embeddings.
       stored_responses, stored_response_bytes: maximum number and bytes of an app's stored responses.
@@ -162,6 +166,7 @@ class ApiState:
 
     body_bytes, image_body_bytes, body_depth = 4 << 20, 16 << 20, 64
     body_s, write_s = 30.0, 60.0
+    keep_alive_s, keep_alives, progress_s = 10.0, 360, 0.5
     answers_per_request, embeddings_per_request = 16, 256
     stored_responses, stored_response_bytes = 1000, 16 << 20
     max_tokens, temperature = 1024, 1.0
@@ -171,9 +176,11 @@ class ApiState:
         self.store_responses()
 
     def store_responses(self, folder: Path | None = None, vault: Vault | None = None) -> None:
-        """Stores responses in a folder of contexts with its keys, or in memory (see `ResponseStore`)."""
+        """Stores responses in a folder of contexts with its keys, or in memory (see `ResponseStore`); the key
+        of thoughts, too, so that they come back after a restart."""
         most, most_bytes = self.stored_responses, self.stored_response_bytes
         self.responses = ResponseStore(most, most_bytes, folder=folder, vault=vault)
+        self.seals = Seals(None if folder is None else folder / "thoughts.key")
 
     def body(self, request: ApiRequest, kind: type[Body], neutral: Neutral | None = None) -> Body:
         """The body of a request as a struct with the supported fields; `neutral` are known but unsupported
@@ -205,8 +212,9 @@ class ApiState:
         tools: Sequence[Mapping[str, Any]] = (),
         *,
         continue_final: bool | None = None,
+        template_options: Mapping[str, Any] | None = None,
     ) -> Conversation:
-        """Messages from `messages_of`, with their images encoded.
+        """Messages from `messages_of`, with their images encoded; the others: see `Conversation`.
 
         Raises:
           ApiError: there are too many images.
@@ -218,8 +226,9 @@ class ApiState:
             raise ApiError(message, param="messages")
         images = await self.backend.encode_images(app, files) if files else ()
         return Conversation(
-            messages=tuple(plain), tools=tuple(tools), images=images, continue_final=continue_final
-        )
+            messages=tuple(plain), tools=tuple(tools), images=images, continue_final=continue_final,
+            template_options=template_options or {},
+        )  # fmt: skip
 
     def most_body_bytes(self) -> int:
         """Current size limit of a request's body: larger if the model supports images."""

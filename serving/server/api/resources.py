@@ -11,9 +11,10 @@ from jaxllm.errors import CheckpointError
 from jaxllm.serving.elastic.objectives import Binding
 from jaxllm.serving.server.api.answers import SamplingFields, objective_of, sampling_of
 from jaxllm.serving.server.api.errors import ApiError
-from jaxllm.serving.server.api.messages import messages_of, tools_of
+from jaxllm.serving.server.api.messages import messages_of
 from jaxllm.serving.server.api.openai import chat, completions, prompts_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, json_response
+from jaxllm.serving.server.api.tool_use import tools_of
 from jaxllm.serving.server.calls import AdapterFacts, ContextFacts, Conversation, ModelFacts
 from jaxllm.serving.server.limits import written
 
@@ -24,6 +25,7 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     content: str | None = None
     messages: list[Any] | None = None
     tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special: bool = False
 
 
@@ -127,8 +129,9 @@ async def embeddings(state: ApiState, request: ApiRequest) -> Any:
 
 
 async def _conversation(state: ApiState, request: ApiRequest, body: TokenizeBody) -> Conversation:
-    use = tools_of(body.tools, None, None, state.backend.facts().answer_format)
-    return await state.conversation(request.app, messages_of(body.messages or ()), use.tools)
+    messages, tools = messages_of(body.messages or ()), tools_of(body.tools).tools
+    options = body.chat_template_kwargs
+    return await state.conversation(request.app, messages, tools, template_options=options)
 
 
 def _model(facts: ModelFacts, name: str) -> dict[str, Any]:

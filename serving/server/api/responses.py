@@ -16,26 +16,20 @@ from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server.api.answers import (
     Answer,
     AnswerParams,
-    Choice,
     Positive,
     SamplingFields,
     TopLogprobs,
     answer_of,
     context_of,
     format_grammar,
+    reasoning_in,
     sampling_of,
 )
+from jaxllm.serving.server.api.choices import Choice
 from jaxllm.serving.server.api.errors import ApiError, openai_body
-from jaxllm.serving.server.api.messages import (
-    ToolFunction,
-    ToolUse,
-    conversation_of,
-    items_of,
-    output_text,
-    require_calls,
-    tools_of,
-)
+from jaxllm.serving.server.api.messages import conversation_of, items_of, output_text, require_calls
 from jaxllm.serving.server.api.openai import LoggedText, chat_logprobs, requested_logprobs
+from jaxllm.serving.server.api.reasoning import Switch
 from jaxllm.serving.server.api.requests import (
     ApiRequest,
     ApiState,
@@ -46,10 +40,17 @@ from jaxllm.serving.server.api.requests import (
     now_s,
 )
 from jaxllm.serving.server.api.stored_responses import StoredResponse
-from jaxllm.text.answer_syntax import AnswerFormat
+from jaxllm.serving.server.api.tool_use import (
+    ToolFunction,
+    ToolUse,
+    openai_choice,
+    require_function,
+    tools_of,
+)
+from jaxllm.text.answer_parts import CallArguments, CallBegins, CallEnds, Part, Text, Thinking
 
 _log = logging.getLogger(__name__)
-LOGPROBS = "message.output_text.logprobs"
+LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
 _Key = Annotated[str, msgspec.Meta(max_length=64)]
 _Value = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -64,11 +65,26 @@ class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     description: str | None = None
 
 
-class Text(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's `text`."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
+
+
+class ReasoningFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's `reasoning`, with a budget in tokens."""
+
+    effort: str | None = None
+    summary: Literal["auto", "concise", "detailed", "none"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    max_tokens: int | None = None
+
+    @property
+    def summarized(self) -> bool:
+        """Whether the thought comes as the summary of its item, where clients show it, rather than as its
+        content. Nothing shortens it."""
+        return (self.summary or self.generate_summary or "none") != "none"
 
 
 class FunctionTool(ToolFunction, kw_only=True):
@@ -85,7 +101,7 @@ class ResponseBody(SamplingFields, kw_only=True):
     previous_response_id: str | None = None
     store: bool = True
     max_output_tokens: Positive | None = None
-    text: Text = msgspec.field(default_factory=Text)
+    text: TextFields = msgspec.field(default_factory=TextFields)
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -93,6 +109,8 @@ class ResponseBody(SamplingFields, kw_only=True):
     top_logprobs: TopLogprobs | None = None
     metadata: Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)] | None = None
     safety_identifier: str | None = None
+    reasoning: ReasoningFields = msgspec.field(default_factory=ReasoningFields)
+    client_metadata: dict[str, Any] | None = None
 
     @property
     def with_logprobs(self) -> bool:
@@ -107,13 +125,12 @@ _NEVER = (
 NEUTRAL: Neutral = dict.fromkeys(_NEVER, ()) | {
     "background": (False,),
     "context_management": ([],),
-    "reasoning": ({"effort": "none"},),
     "stream_options": ({"include_obfuscation": False},),
     "truncation": ("disabled",),
 }
 
 
-def use_of(body: ResponseBody, answer_format: AnswerFormat) -> tuple[ToolUse, Grammar | None]:
+def use_of(body: ResponseBody) -> tuple[ToolUse, Grammar | None]:
     """The effect of tools and the text's format on the call: tools, and the grammar of the text.
 
     Raises:
@@ -126,17 +143,14 @@ def use_of(body: ResponseBody, answer_format: AnswerFormat) -> tuple[ToolUse, Gr
             param="previous_response_id",
         )
     for each in body.include or ():
-        if each != LOGPROBS:
-            raise ApiError(f"include supports {LOGPROBS} only, got {each!r:.80}", param="include")
+        if each not in (LOGPROBS, SEALED):
+            raise ApiError(f"include is {LOGPROBS} or {SEALED}, got {each!r:.80}", param="include")
     tools = []
     for index, value in enumerate(body.tools or ()):
-        kind, at = value.get("type") if isinstance(value, dict) else "function", f"tools[{index}]"
-        if kind != "function":
-            raise ApiError(f"{at} is of the type {kind!r:.40}; tools are functions", param=f"{at}.type")
+        require_function(value, at := f"tools[{index}]")
         function = msgspec.structs.asdict(convert(value, FunctionTool, at))
         tools.append({"type": function.pop("type"), "function": function})
-    choice = None if body.tool_choice == "auto" else body.tool_choice
-    use = tools_of(tools, choice, body.parallel_tool_calls, answer_format)
+    use = tools_of(tools, openai_choice(body.tool_choice, body.parallel_tool_calls))
     form = body.text.format or TextFormat()
     if form.type == "json_schema" and not form.name:
         raise ApiError("text.format of the type json_schema needs a name", param="text.format.name")
@@ -163,6 +177,7 @@ def settings_of(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> 
         "background": False,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "reasoning": {name: getattr(body.reasoning, name) for name in ("effort", "summary")},
         "temperature": sampling["temperature"],
         "text": {"format": {"type": form.type} | (schema if form.type == "json_schema" else {})},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
@@ -185,19 +200,25 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
     """Makes a response, as a whole or as server-sent events."""
     body = state.body(request, ResponseBody, NEUTRAL)
     facts, adapter = state.model(body.model)
-    use, grammar = use_of(body, facts.answer_format)
+    use, grammar = use_of(body)
+    reasoning = reasoning_in(
+        state, body,
+        Switch("effort", body.reasoning.effort, "reasoning.effort"),
+        Switch("budget", body.reasoning.max_tokens, "reasoning.max_tokens"),
+    )  # fmt: skip
     items, messages, context, context_tokens = await _history(state, request, body)
-    prompt = await state.conversation(request.app, messages, use.tools)
+    prompt = await state.conversation(request.app, messages, use.tools, template_options=reasoning.options)
     params = AnswerParams(
         adapter=adapter,
         max_tokens=body.max_output_tokens,
         use=use,
+        reasoning=reasoning,
         grammar=grammar,
         top_logprobs=requested_logprobs(body.top_logprobs, body.with_logprobs, f"include to have {LOGPROBS}"),
         context=context,
         context_tokens=context_tokens,
     )
-    answer = answer_of(state, request, body, (prompt,), params)
+    answer = await answer_of(state, request, body, (prompt,), params)
     writer = _ResponseWriter(state, answer, body, items, body.model or facts.name)
     if body.stream:
         return await answer.streamed(writer.frames, writer.failed)
@@ -266,9 +287,10 @@ class _ResponseWriter:
         self._state, self._answer, self._body, self._items, self._model = state, answer, body, items, model
         self._id, self._created_s, self._numbers = new_id("resp_"), now_s(), itertools.count()
         self._sampling, self._logged = sampling_of(state, body), LoggedText(state)
-        # Complete items, and the current message: its id, empty for none, and parts.
+        # Complete items, and the current one with the pieces of its text: a message, reasoning or a call.
         self._output: list[dict[str, Any]] = []
-        self._message_id, self._texts = "", list[str]()
+        self._item: dict[str, Any] = {}
+        self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
 
     async def frames(self, news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
@@ -292,59 +314,111 @@ class _ResponseWriter:
         """Adds the news of the answer; returns their events."""
         events: list[_Fields] = []
         logprobs = chat_logprobs(await self._logged.take(choice)) if self._body.with_logprobs else []
-        if choice.new_text or logprobs:
-            events += self._open()
-            self._texts.append(choice.new_text)
+        for part in choice.new:
+            events += self._written(part)
+        if logprobs:
+            # With the last text of the event, or by themselves: their text may have come before.
+            at = max((i for i, (kind, _) in enumerate(events) if kind == "output_text.delta"), default=None)
+            if at is None:
+                events += [*self._begin("message"), self._text_delta("")]
+                at = len(events) - 1
+            events[at][1]["logprobs"] = logprobs
             self._logprobs += logprobs
-            events.append(self._part("output_text.delta", delta=choice.new_text, logprobs=logprobs))
-        for call in choice.new_calls:
-            events += self._close("completed")
-            item = {"id": new_id("fc_"), "type": "function_call", "call_id": call.id, "name": call.name}
-            at = {"item_id": item["id"], "output_index": len(self._output)}
-            events += (
-                self._item("added", item | {"status": "in_progress", "arguments": ""}),
-                ("function_call_arguments.delta", at | {"delta": call.arguments}),
-                ("function_call_arguments.done", at | {"arguments": call.arguments}),
-                *self._whole(item | {"status": "completed", "arguments": call.arguments}),
-            )
         if choice.ended is not None:
             # An answer without any item is an empty message.
-            events += () if self._output else self._open()
-            events += self._close(_status(choice.finish_reason))
+            events += () if self._output or self._item else self._begin("message")
+            cut = self._item.get("type") == "function_call"
+            events += self._close("incomplete" if cut else _status(choice.finish_reason))
         return events
 
-    def _open(self) -> Iterator[_Fields]:
-        if not self._message_id:
-            self._message_id = new_id("msg_")
-            yield self._item("added", self._message("in_progress"))
-            yield self._part("content_part.added", part=output_text(""))
+    def _written(self, part: Part) -> Iterator[_Fields]:
+        match part:
+            case Text():
+                yield from self._begin("message")
+                self._texts.append(part.text)
+                yield self._text_delta(part.text)
+            case Thinking():
+                yield from self._begin("reasoning")
+                self._texts.append(part.text)
+                yield self._at(f"{self._word}.delta", delta=part.text)
+            case CallBegins():
+                yield from self._close("completed")
+                yield from self._begin("function_call", call_id=part.id, name=part.name, arguments="")
+            case CallArguments():
+                self._texts.append(part.text)
+                yield self._at("function_call_arguments.delta", delta=part.text)
+            case CallEnds():
+                yield from self._close("completed")
+
+    def _begin(self, kind: str, **fields: Any) -> Iterator[_Fields]:
+        """Begins an item, unless it goes on."""
+        if self._item.get("type") == kind:
+            return
+        yield from self._close("completed")
+        prefix = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}[kind]
+        item = {"id": new_id(prefix), "type": kind, "status": "in_progress", **fields}
+        if kind == "message":
+            item |= {"role": "assistant", "content": []}
+        elif kind == "reasoning":
+            item |= {"summary": []}
+        self._item = item
+        yield "output_item.added", {"output_index": len(self._output), "item": dict(item)}
+        if kind == "message":
+            yield self._at("content_part.added", part=output_text(""))
+        elif kind == "reasoning":
+            yield self._at(f"{self._place}_part.added", part={"type": self._kind, "text": ""})
 
     def _close(self, status: str) -> Iterator[_Fields]:
-        """Ends the current message, if there is one."""
-        if self._message_id:
-            text = "".join(self._texts)
+        """Ends the current item, if there is one."""
+        item, text = self._item, "".join(self._texts)
+        if not item:
+            return
+        item["status"] = status
+        if item["type"] == "message":
             part = output_text(text, self._logprobs)
-            yield self._part("output_text.done", text=text, logprobs=self._logprobs)
-            yield self._part("content_part.done", part=part)
-            item = self._message(status) | {"content": [part]}
-            self._message_id, self._texts, self._logprobs = "", [], []
-            yield from self._whole(item)
-
-    def _message(self, status: str) -> dict[str, Any]:
-        return {
-            "id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": [],
-        }  # fmt: skip
-
-    def _part(self, kind: str, **fields: Any) -> _Fields:
-        at = {"item_id": self._message_id, "output_index": len(self._output), "content_index": 0}
-        return kind, at | fields
-
-    def _item(self, kind: str, item: dict[str, Any]) -> _Fields:
-        return f"output_item.{kind}", {"output_index": len(self._output), "item": item}
-
-    def _whole(self, item: dict[str, Any]) -> Iterator[_Fields]:
-        yield self._item("done", item)
+            yield self._at("output_text.done", text=text, logprobs=self._logprobs)
+            yield self._at("content_part.done", part=part)
+            item["content"] = [part]
+        elif item["type"] == "reasoning":
+            part = {"type": self._kind, "text": text}
+            yield self._at(f"{self._word}.done", text=text)
+            yield self._at(f"{self._place}_part.done", part=part)
+            item["summary" if self._body.reasoning.summarized else "content"] = [part]
+            if SEALED in (self._body.include or ()):
+                app = self._answer.choices[0].job.call.app
+                item["encrypted_content"] = self._state.seals.sealed(app, text)
+        else:
+            item["arguments"] = text
+            if status == "completed":
+                yield self._at("function_call_arguments.done", arguments=text, name=item["name"])
+        yield "output_item.done", {"output_index": len(self._output), "item": item}
         self._output.append(item)
+        self._item, self._texts, self._logprobs = {}, [], []
+
+    @property
+    def _kind(self) -> str:
+        """Type of the part of reasoning."""
+        return "summary_text" if self._body.reasoning.summarized else "reasoning_text"
+
+    @property
+    def _word(self) -> str:
+        return "reasoning_summary_text" if self._body.reasoning.summarized else "reasoning_text"
+
+    @property
+    def _place(self) -> str:
+        return "reasoning_summary" if self._body.reasoning.summarized else "content"
+
+    def _text_delta(self, text: str) -> _Fields:
+        return self._at("output_text.delta", delta=text, logprobs=[])
+
+    def _at(self, kind: str, **fields: Any) -> _Fields:
+        """An event of the current item."""
+        at: dict[str, Any] = {"item_id": self._item["id"], "output_index": len(self._output)}
+        if self._item["type"] == "reasoning" and self._body.reasoning.summarized:
+            at["summary_index"] = 0
+        elif self._item["type"] != "function_call":
+            at["content_index"] = 0
+        return kind, at | fields
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         return event_frame({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
@@ -377,7 +451,7 @@ class _ResponseWriter:
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": written,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._answer.reasoning_tokens},
             "total_tokens": prompt + written,
         }
         return {
@@ -401,7 +475,8 @@ async def _history(
 ) -> tuple[Sequence[dict[str, Any]], tuple[dict[str, Any], ...], str, int | None]:
     """The conversation that a response answers: all known items, oldest first; the messages of the call, with
     a context those that it lacks; and the `context` and `context_tokens` of the call."""
-    new, instructions, app = items_of(body.input), body.instructions or "", request.app
+    instructions, app = body.instructions or "", request.app
+    new = items_of(body.input, functools.partial(state.seals.opened, app))
     previous = None
     if (name := body.previous_response_id) is not None:
         previous = await asyncio.to_thread(state.responses.get, app, name, param="previous_response_id")

@@ -25,7 +25,7 @@ from jaxllm.serving.server.opening import Adapters, live_turns
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
 from tests import tiny_encdec
-from tests.serving.server.services import PROMPT, call, make_executor, read, together, written
+from tests.serving.server.services import PROMPT, call, make_executor, read, slowly, together, written
 
 
 @pytest.fixture
@@ -68,6 +68,22 @@ def test_an_answer_is_that_of_the_engine_alone_and_each_dispatch_is_told(executo
     assert all(each.took_ms > 0 for each in dispatches)
 
 
+def test_a_prompts_progress_is_told(executor, monkeypatch):
+    async def watched():
+        events, told = (job := executor.submit(call(), asyncio.get_running_loop())).events(), []
+        first = asyncio.ensure_future(anext(events))
+        while not first.done():
+            await asyncio.sleep(0.005)
+            told += [] if job.progress in (None, *told[-1:]) else [job.progress]
+        await events.aclose()
+        return told, first.result().prompt_tokens
+
+    with slowly(monkeypatch):
+        told, count = asyncio.run(watched())
+    assert {each["total"] for each in told} == {count}
+    assert [each["processed"] for each in told if each["processed"]][:2] == [16, 32]
+
+
 def test_an_objective_is_planned_and_judged(executor, plain_service, monkeypatch):
     easy, hard = Latency(ttft_ms=1e6, tpot_ms=1e6), Latency(ttft_ms=1e-3, tpot_ms=1e-3)
     met, missed = together(executor, call(objective=easy), call(objective=hard))
@@ -75,6 +91,26 @@ def test_an_objective_is_planned_and_judged(executor, plain_service, monkeypatch
     assert (missed[0].source, missed[-1].met) == ("nearest", False)
     with pytest.raises(JaxllmError, match="no sub-model meets"):
         together(executor, call(objective=Latency(ttft_ms=1e-3, tpot_ms=1.0), strict=True))
+    # The first token may be the first after the reasoning, which the reader tells of.
+    for first_token, expected in (("answer", False), ("reasoning", True)):
+        asked = call(objective=Latency(ttft_ms=1e5, tpot_ms=1e5), first_token=first_token)
+
+        async def late(asked=asked):
+            job, events = executor.submit(asked, asyncio.get_running_loop()), []
+            async for event in job.events():
+                events.append(event)
+                if isinstance(event, Piece):
+                    job.saw_answer(event.at_s + 200)
+            return events
+
+        *pieces, end = [each for each in asyncio.run(late()) if not isinstance(each, Started)]
+        assert end.answer_ttft_ms == pytest.approx(end.ttft_ms + 2e5, rel=0.01)
+        assert end.met is expected
+        # The text that came with each token.
+        assert [len(each.ends) for each in pieces] == [len(each.tokens) for each in pieces]
+        assert all(list(each.ends) == sorted(each.ends) for each in pieces)
+        shown = [each.ends[-1] - len(each.text) for each in pieces]
+        assert shown[:-1] == [0] * (len(pieces) - 1)
     # A call that insists is refused for now where others take its time.
     times = expected_cost(plain_service.profile, 100, len(plain_service.engine.tokenizer.encode(PROMPT)), 12)
     insists = call(objective=Latency(ttft_ms=20 * times.ttft_ms, tpot_ms=20 * times.tpot_ms), strict=True)

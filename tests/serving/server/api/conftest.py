@@ -21,6 +21,7 @@ from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.requests import ApiState
 from jaxllm.serving.server.calls import AdapterFacts, Call, ContextFacts, Conversation, Event, ModelFacts
 from jaxllm.serving.server.limits import Bindings
+from tests.serving.server.api.scripted import patched
 from tests.serving.server.services import running
 
 
@@ -30,25 +31,31 @@ class FakeTicket:
     def __init__(self, backend: "FakeBackend", call: Call) -> None:
         self._backend, self.call = backend, call
         self.cancelled = asyncio.Event()
+        self.answers_s: list[float] = []
+        self.progress = backend.progress
 
     def cancel(self) -> None:
         self.cancelled.set()
+
+    def saw_answer(self, at_s: float) -> None:
+        self.answers_s.append(at_s)
 
     async def events(self) -> AsyncIterator[Event]:
         backend = self._backend
         if backend.hangs_at == "prefill":
             await asyncio.Event().wait()
+        await asyncio.sleep(backend.silent_s)
         if backend.error is not None:
             raise backend.error
         yield calls.Started(
             prompt_tokens=7, kept_tokens=7, reused_tokens=3, level=70, source="profile", queued_ms=1.0
         )
-        for index, text in enumerate(backend.pieces):
+        for index, text in enumerate(backend.said(self.call)):
             logprobs = None
             if (count := self.call.config.top_logprobs) is not None:
                 top = tuple((65 + i, -1.0 - i) for i in range(count))
                 logprobs = (TokenLogprob(65, -0.5, top),)
-            yield calls.Piece(text, (65,), logprobs)
+            yield calls.Piece(text, (65,), logprobs, at_s=index)
             if backend.late_error is not None:
                 raise backend.late_error
             if backend.hangs_at == "decode" and index == 0:
@@ -72,12 +79,20 @@ class FakeBackend:
         self.hangs_at = ""
         self.finish_reason: Literal["stop", "length"] = "stop"
         self.sampling: dict[str, float] = {}
+        # Gives the pieces of the answer to a call, where they depend on it.
+        self.script: Callable[[Call], Sequence[str]] | None = None
+        self.silent_s = 0.0
+        self.progress: Mapping[str, int] | None = None
+        self.opens_thought, self.obeys = False, True
         self.stop_string: str | None = None
         self.alive = self.ready = True
         self.tickets: list[FakeTicket] = []
         self.kept: dict[tuple[str, str], ContextFacts] = {}
         self.bindings = Bindings({"bound": Binding(Slo(ttft=0.4, tpot=0.7), strict=True)})
         self.named = {"mail": AdapterFacts(name="mail", digest="d1", size_bytes=5, created_s=1.0)}
+
+    def said(self, call: Call) -> Sequence[str]:
+        return self.pieces if self.script is None else self.script(call)
 
     @property
     def calls(self) -> list[Call]:
@@ -109,7 +124,10 @@ class FakeBackend:
         return [bytes([each]) for each in ids]
 
     async def render(self, prompt: Conversation) -> str:
-        return "".join(f"{each['role']}: {each['content']}\n" for each in prompt.messages)
+        text = "".join(f"{each['role']}: {each['content']}\n" for each in prompt.messages)
+        off = self.obeys and prompt.template_options.get("enable_thinking") is False
+        opens = self.opens_thought and not off
+        return text + ("<think>\n" if opens else "")
 
     async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
         return [[0.6, 0.8] for _ in prompts]
@@ -214,7 +232,9 @@ def front() -> Iterator[Served]:
         for name, limit in LIMITS.items():
             patch.setattr(ApiState, name, limit)
         served = Served(str(Path(folder) / "s"))
+        patched(patch)
         app = make_app(served, identify=identify)
+        served.front_seals = app.state.api.seals
         with running(app, uds=served.path), served.http:
             yield served
 

@@ -10,6 +10,7 @@ import openai
 import pytest
 
 from tests.serving.server.api.conftest import FakeBackend, Served
+from tests.serving.server.api.scripted import TEMPLATE
 
 HI = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {}}}}
@@ -53,24 +54,6 @@ def test_openai_chats(served: Served) -> None:
     assert (first.app, str(first.objective), last.adapter) == ("app", "<40,70>", "mail")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_openai_calls_of_tools(served: Served, stream: bool) -> None:
-    served.backend = FakeBackend(*CALLING, template="<tool_call>")
-    with openai_client(served) as client:
-        answer = client.chat.completions.create(model="tiny", messages=HI, tools=[TOOL], stream=stream)
-        if stream:
-            parts = [each.choices[0] for each in answer]
-            calls = [call for part in parts for call in part.delta.tool_calls or ()]
-            text, reason = "".join(part.delta.content or "" for part in parts), parts[-1].finish_reason
-        else:
-            calls, reason = answer.choices[0].message.tool_calls, answer.choices[0].finish_reason
-            text = answer.choices[0].message.content
-    assert (text, reason) == ("Let me see.", "tool_calls")
-    ((name, arguments),) = ((call.function.name, call.function.arguments) for call in calls)
-    assert (name, json.loads(arguments)) == ("find", {"q": "a}"})
-    assert served.backend.calls[0].prompt.tools
-
-
 CUT = ('<tool_call>{"name": "find", "arguments": {}}</tool_call>\n', '<tool_call>{"name": "find", "argum')
 
 
@@ -78,7 +61,7 @@ CUT = ('<tool_call>{"name": "find", "arguments": {}}</tool_call>\n', '<tool_call
 def test_an_answer_cut_in_its_second_call_says_so_in_all_formats(
     served: Served, stop_string: str | None
 ) -> None:
-    served.backend = FakeBackend(*CUT, template="<tool_call>")
+    served.backend = FakeBackend(*CUT, template=TEMPLATE)
     served.backend.stop_string = stop_string
     served.backend.finish_reason = expected = "length" if stop_string is None else "stop"
     tool = {"name": "find", "input_schema": {"type": "object"}}
@@ -123,30 +106,80 @@ def test_the_models_own_sampling_is_every_formats_default(served: Served) -> Non
         assert (found.temperature, found.top_k, found.top_p, found.repetition_penalty) == expected
 
 
-def test_promises_about_calls_are_kept(served: Served) -> None:
-    served.backend = FakeBackend(*CALLING, template="<tool_call>")
+def test_every_form_of_tool_choice(served: Served) -> None:
+    served.backend = FakeBackend(*CALLING, template=TEMPLATE)
     schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
     function, tool = {"name": "find", "parameters": schema}, {"name": "find", "input_schema": schema}
     strict, plain = function | {"strict": True}, [{"type": "function", "function": function}]
     own, single = {"messages": HI, "max_tokens": 5}, {"type": "auto", "disable_parallel_tool_use": True}
-    # Whether a grammar has the schema; None without a grammar.
-    for path, body, expected in (
-        ("/v1/chat/completions", {"messages": HI, "tools": plain}, None),
-        ("/v1/chat/completions", {"messages": HI, "tools": [plain[0] | {"function": strict}]}, True),
-        ("/v1/chat/completions", {"messages": HI, "tools": plain, "parallel_tool_calls": False}, False),
-        ("/v1/chat/completions", {"messages": HI, "tools": plain, "tool_choice": "required"}, True),
-        ("/v1/responses", {"input": "Hi", "tools": [{"type": "function", **strict}]}, True),
-        ("/v1/messages", own | {"tools": [tool | {"strict": True}]}, True),
-        ("/v1/messages", own | {"tools": [tool], "tool_choice": single}, False),
-        ("/v1/messages", own | {"tools": [tool], "tool_choice": {"type": "auto"}}, None),
-    ):
+    chat, responses, messages = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+    tools, own = {"messages": HI, "tools": plain}, own | {"tools": [tool]}
+    two = tools | {"tools": [*plain, {"type": "function", "function": {"name": "ping"}}]}
+    response, called = {"type": "function", **function}, {"type": "function", "name": "find"}
+    items, form = {"input": "Hi", "tools": [response]}, {"type": "json_object"}
+    kind, only = {"type": "allowed_tools"}, {"mode": "required", "tools": [called]}
+    allowed = [kind | {"allowed_tools": {"mode": mode, "tools": plain}} for mode in ("auto", "required")]
+    # The choice, and what a grammar is made of: whether a call is required, several calls may come, and the
+    # strict tools; None without a grammar; and the tools that the template gets.
+    free, one, both = (False, True, []), ["find"], ["find", "ping"]
+    for path, body, expected, given in (
+        (chat, tools, None, one), (chat, tools | {"tool_choice": "none"}, None, []),
+        (chat, tools | {"tools": [plain[0] | {"function": strict}]}, (False, True, one), one),
+        (chat, tools | {"parallel_tool_calls": False}, (False, False, []), one),
+        (chat, tools | {"tool_choice": "required"}, (True, True, []), one),
+        (chat, two | {"tool_choice": plain[0]}, (True, False, []), both),
+        (chat, two | {"tool_choice": allowed[0]}, None, one),
+        (chat, two | {"tool_choice": allowed[1]}, (True, True, []), both),
+        (chat, tools | {"response_format": form}, free, one),
+        (responses, items | {"tools": [{"type": "function", **strict}]}, (False, True, one), one),
+        (responses, items | {"tool_choice": called}, (True, False, []), one),
+        (responses, items | {"tool_choice": kind | only}, (True, True, []), one),
+        (responses, items | {"text": {"format": form}}, free, one),
+        (messages, own | {"tools": [tool | {"strict": True}]}, (False, True, one), one),
+        (messages, own | {"tool_choice": single}, (False, False, []), one),
+        (messages, own | {"tool_choice": {"type": "any"}}, (True, True, []), one),
+        (messages, own | {"tool_choice": {"type": "none"}}, None, []),
+        (messages, own | {"tool_choice": {"type": "tool", "name": "find"}}, (True, False, []), one),
+        (messages, own | {"tool_choice": {"type": "auto"}}, None, one),
+        ("/api/chat", tools | {"model": "tiny", "format": "json"}, free, one),
+    ):  # fmt: skip
         answer = served.post(path, body)
         assert answer.status_code == 200, answer.text
-        grammar = served.backend.calls[-1].config.grammar
-        assert (None if grammar is None else '"required": ["n"]' in grammar.text) is expected, body
-    for choice in ({"type": "auto", "parallel": 1}, {"type": "some"}):
-        answer = served.post("/v1/messages", own | {"tools": [tool], "tool_choice": choice})
+        call = served.backend.calls[-1]
+        assert [each["function"]["name"] for each in call.prompt.tools] == given
+        if expected is None:
+            assert call.config.grammar is None, body
+            continue
+        made = json.loads(call.config.grammar.text)
+        assert tuple(made["description"][name] for name in ("required", "several", "strict")) == expected, (
+            body
+        )
+        assert made["enum"] == one
+        # A format stands beside tools.
+        assert (call.config.grammar.schema is not None) is (expected is free)
+    for choice in (
+        single | {"parallel": 1},
+        {"type": "some"},
+        {"type": "tool"},
+        {"type": "tool", "name": "x"},
+    ):
+        answer = served.post(messages, own | {"tool_choice": choice})
         assert "tool_choice" in answer.json()["error"]["message"]
+    # What others run is refused by its name.
+    custom = {"type": "custom", "custom": {"name": "x"}}
+    for path, body, param, word in (
+        (chat, tools | {"tools": [custom]}, "tools[0].type", "'custom'"),
+        (chat, tools | {"tool_choice": custom}, "tool_choice.type", "'custom'"),
+        (chat, tools | {"tool_choice": called | {"name": "x"}}, "tool_choice", "'x'"),
+        (chat, tools | {"tool_choice": kind | {"mode": "auto", "tools": []}}, "tool_choice", "mode"),
+        (responses, items | {"tools": [{"type": "code_interpreter"}]}, "tools[0].type", "'code_interpreter'"),
+        (responses, items | {"tool_choice": {"type": "mcp"}}, "tool_choice.type", "'mcp'"),
+        (messages, own | {"tools": [{"type": "web_search_20250305"}]}, None, "'web_search_20250305'"),
+    ):  # fmt: skip
+        answer = served.post(path, body)
+        assert answer.status_code == 400, answer.text
+        assert param is None or answer.json()["error"]["param"] == param
+        assert word in answer.json()["error"]["message"]
 
 
 def test_openai_completions_embeddings_models(served: Served) -> None:
@@ -170,7 +203,7 @@ def test_anthropic(served: Served) -> None:
         with client.messages.stream(model="tiny", max_tokens=5, messages=HI) as stream:
             assert "".join(stream.text_stream) == "Hello"
         assert client.messages.count_tokens(model="tiny", messages=HI).input_tokens == 9
-        served.backend = FakeBackend(*CALLING, template="<tool_call>")
+        served.backend = FakeBackend(*CALLING, template=TEMPLATE)
         tool = {"name": "find", "input_schema": {"type": "object"}}
         with client.messages.stream(model="tiny", max_tokens=5, messages=HI, tools=[tool]) as stream:
             final = stream.get_final_message()
@@ -195,7 +228,7 @@ def test_ollama(served: Served) -> None:
         parts = client.generate("default:latest", "Hi", raw=True, stream=True)
         assert "".join(each.response for each in parts) == "Hello"
         assert client.list().models[0].model == "tiny:latest"
-        assert client.show("tiny").capabilities == ["completion", "tools"]
+        assert client.show("tiny").capabilities == ["completion"]
         with pytest.raises(ollama.ResponseError, match="not served"):
             client.chat("other", HI)
     assert served.backend.calls[2].config.max_tokens == 4

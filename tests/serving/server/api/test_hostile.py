@@ -9,29 +9,33 @@ from hypothesis import strategies as st
 
 from jaxllm.serving.server.api import app as front
 from jaxllm.serving.server.api.anthropic import MessagesBody
+from jaxllm.serving.server.api.ollama import ChatBody as OllamaChatBody
 from jaxllm.serving.server.api.ollama import GenerateBody
 from jaxllm.serving.server.api.openai import CHAT_NEUTRAL, ChatBody, CompletionBody
 from jaxllm.serving.server.api.responses import NEUTRAL as RESPONSE_NEUTRAL
 from jaxllm.serving.server.api.responses import ResponseBody
 from tests.serving.server.api.conftest import FakeBackend, Served
+from tests.serving.server.api.scripted import TEMPLATE
 
 STATUSES = {200, 201, 400, 401, 404, 405, 408, 409, 413, 422, 429, 503, 507}
 # Stands for a response that is there.
 STORED = "resp_stored"
 PATHS = [path.replace("{name}", STORED if "responses" in path else "c0") for _, path, _ in front._ROUTES]
 PATHS += ["/", "/v1/%ff", "/v1/contexts/%00"]
-KINDS = (ChatBody, CompletionBody, MessagesBody, GenerateBody, ResponseBody)
+KINDS = (ChatBody, CompletionBody, MessagesBody, GenerateBody, OllamaChatBody, ResponseBody)
 OWN = {"input", "content", "tokens", "level", "pinned", "name", "folder", "unknown"}
 FIELDS = sorted({*CHAT_NEUTRAL, *RESPONSE_NEUTRAL, *OWN}.union(*(kind.__struct_fields__ for kind in KINDS)))
 MESSAGES = [{"role": "user", "content": "Hi"}]
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.just(10**30), st.floats(), st.text(max_size=8),
     st.sampled_from(["tiny", "auto", "required", "<40,70>", "json", "function", "\ud800", "user",
+                     "thinking", "redacted_thinking", "reasoning", "allowed_tools", "enabled", "high",
                      "message", "function_call", "function_call_output", "input_text", STORED]),
 )  # fmt: skip
 NAMES = st.sampled_from(
     ["type", "name", "role", "content", "text", "function", "id", "ttft_ms", "tpot_ms", "regex", "call_id",
-     "arguments", "output", "format", "schema"]
+     "arguments", "output", "format", "schema", "effort", "budget_tokens", "thinking", "signature", "summary",
+     "encrypted_content", "mode", "tools", "allowed_tools"]
 )  # fmt: skip
 VALUES = st.recursive(
     LEAVES,
@@ -58,7 +62,7 @@ BODIES = st.one_of(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )  # fmt: skip
 def test_hostile_requests(served: Served, path: str, method: str, body: bytes) -> None:
-    served.backend = FakeBackend()
+    served.backend = FakeBackend(template=TEMPLATE)
     stored = served.post("/v1/responses", {"input": "Hi"}).json()["id"]
     path, body = path.replace(STORED, stored), body.replace(STORED.encode(), stored.encode())
     answer = served.http.request(method, path, content=body)

@@ -65,6 +65,14 @@ WRONG = [
     ({"service_tier": "scale"}, "service_tier"), ({"messages": []}, "messages"),
     ({"messages": [0] * 8193}, "messages"), ({"seed": -1}, None),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"), ({"reasoning_effort": "x"}, "reasoning_effort"),
+    ({"enable_thinking": True}, "enable_thinking"),
+    ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs.enable_thinking"),
+    ({"reasoning_effort": "none", "reasoning": {"effort": "low"}}, "reasoning.effort"),
+    ({"reasoning": {"max_tokens": 9}, "thinking_budget": 5}, "thinking_budget"),
+    ({"thinking_budget": 5}, "thinking_budget"), ({"thinking_budget": -2}, "thinking_budget"),
+    ({"enable_thinking": False, "reasoning": {"enabled": True}}, "enable_thinking"),
+    ({"messages": [{"role": "user", "content": "x", "reasoning": "y"}]}, "messages[0]"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"prompt_cache_key": "x" * 257}, "prompt_cache_key"), ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),  # noqa: E501
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.requests import ApiState
 from jaxllm.serving.server.api.stored_responses import RESPONSES, ResponseStore, StoredResponse
 from tests.serving.server.api.conftest import FakeBackend, Served
+from tests.serving.server.api.scripted import TEMPLATE
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", "name": "find", "parameters": {"type": "object", "properties": {}}}
@@ -93,17 +94,17 @@ def test_events_of_a_text_and_of_a_call(served: Served, client: Any) -> None:
     assert (final.output_text, final.usage.total_tokens) == ("Hello", 9)
     assert {each.item_id for each in deltas} == {final.output[0].id}
     assert client.responses.retrieve(final.id) == final
-    served.backend = FakeBackend(*CALLING, template="<tool_call>")
+    served.backend = FakeBackend(*CALLING, template=TEMPLATE)
     events = list(client.responses.create(model="tiny", input="Where?", tools=[TOOL], stream=True))
     assert [each.type for each in events] == [*LIFE, *MESSAGE, *CALL, "response.completed"]
     assert [each.output_index for each in events[8:-1]] == [1] * len(CALL)
 
 
 def test_calls_of_functions(served: Served, client: Any) -> None:
-    served.backend = FakeBackend(*CALLING, template="<tool_call>")
+    served.backend = FakeBackend(*CALLING, template=TEMPLATE)
     first = client.responses.create(model="tiny", input="Where?", tools=[TOOL])
     text, call = first.output
-    assert (text.content[0].text, call.type, call.name) == ("Let me see.", "function_call", "find")
+    assert (text.content[0].text, call.type, call.name) == ("Let me see. ", "function_call", "find")
     assert json.loads(call.arguments) == {"q": "a}"}
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "there"}
     client.responses.create(model="tiny", input=[result], previous_response_id=first.id, tools=[TOOL])
@@ -114,7 +115,7 @@ def test_calls_of_functions(served: Served, client: Any) -> None:
     chained, resent = (each.prompt.messages for each in served.backend.calls[1:])
     assert chained == resent
     assert [each["role"] for each in resent] == ["user", "assistant", "tool"]
-    assert resent[1]["content"] == "Let me see."
+    assert resent[1]["content"] == "Let me see. "
     assert resent[1]["tool_calls"][0]["function"] == {"name": "find", "arguments": {"q": "a}"}}
     assert resent[2] == {"role": "tool", "content": "there", "tool_call_id": call.call_id}
 
@@ -131,11 +132,13 @@ def test_forced_calls_and_formats_have_a_grammar(served: Served, client: Any) ->
     assert json.loads(served.backend.calls[0].config.grammar.text)["required"] == ["name", "age"]
     with client.responses.stream(model="tiny", input="Who?", text_format=Person) as stream:
         assert stream.get_final_response().output_parsed == Person(name="Ada", age=36)
-    served.backend = FakeBackend('<tool_call>{"name": "find", "arguments": {}}')
+    served.backend = FakeBackend(
+        '<tool_call>{"name": "find", "arguments": {}}</tool_call>', template=TEMPLATE
+    )
     chosen = {"type": "function", "name": "find"}
     made = client.responses.create(model="tiny", input="Who?", tools=[TOOL], tool_choice=chosen)
     assert made.output[0].type == "function_call"
-    assert served.backend.calls[0].config.grammar.text.count("<tool_call>") == 1
+    assert json.loads(served.backend.calls[0].config.grammar.text)["description"]["required"] is True
 
 
 def test_a_response_continues_another(served: Served, client: Any) -> None:
@@ -217,7 +220,8 @@ def test_one_app_never_has_anothers_response(served: Served) -> None:
 
 WRONG = [
     ({"nonsense": 1}, "nonsense"), ({"background": True}, "background"), ({"prompt": {"id": "x"}}, "prompt"),
-    ({"reasoning": {"effort": "high"}}, "reasoning"), ({"input": []}, "input"), ({"input": [1]}, "input[0]"),
+    ({"reasoning": {"effort": "high"}}, "reasoning.effort"), ({"input": []}, "input"),
+    ({"input": [1]}, "input[0]"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
@@ -225,7 +229,8 @@ WRONG = [
     ({"input": [{"type": "function_call_output", "call_id": "x", "output": [{}]}]}, "input[0].output"),
     ({"input": [{"type": "function_call", "call_id": "x", "name": "y", "arguments": "["}]}, "input[0].arguments"),  # noqa: E501
     ({"max_output_tokens": 0}, "max_output_tokens"), ({"top_logprobs": 2}, "top_logprobs"),
-    ({"include": ["reasoning.encrypted_content"]}, "include"),
+    ({"include": ["file_search_call.results"]}, "include"), ({"reasoning": {"kind": 1}}, "reasoning"),
+    ({"input": [{"type": "reasoning", "summary": [{"type": "x"}]}]}, "input[0]"),
     ({"include": LOGPROBS, "tools": [TOOL]}, "include"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),  # noqa: E501
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"text": {"verbosity": "low"}}, "text.verbosity"),
