@@ -17,7 +17,7 @@ from jaxllm.sampling_state import Sampling
 from jaxllm.serving.elastic.objectives import Objective
 from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS, TokenLogprob
 from jaxllm.serving.engine.request import GenerationConfig
-from jaxllm.serving.guided.grammar import Grammar, narrowed
+from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server.api.errors import ApiError, api_error
 from jaxllm.serving.server.api.messages import ToolUse
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Streamed
@@ -459,15 +459,14 @@ def context_of(conversation: str | Mapping[str, Any] | None) -> str:
     return name or ""
 
 
-def format_grammar(kind: Any, schema: Any, param: str, *, strict: bool = False) -> Grammar | None:
-    """The grammar of a response format: text, json_object or json_schema, narrowed if strict; raises
-    ApiError."""
+def format_grammar(kind: Any, schema: Any, param: str) -> Grammar | None:
+    """The grammar of a response format: text, json_object or json_schema; raises ApiError."""
     if kind == "text":
         return None
     if kind == "json_object":
         return Grammar(kind="json")
     if kind == "json_schema" and isinstance(schema, dict | bool):
-        return Grammar(kind="json_schema", text=json.dumps(narrowed(schema) if strict else schema))
+        return Grammar(kind="json_schema", text=json.dumps(schema))
     raise ApiError(f"{param} has the type text, json_object, or json_schema with a schema", param=param)
 
 

@@ -12,7 +12,7 @@ import string
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
-from jaxllm.serving.guided.grammar import Grammar, narrowed, without_notes
+from jaxllm.serving.guided.grammar import Grammar
 
 # Mistral's templates require ids of this form.
 _LETTERS, _LENGTH = string.ascii_letters + string.digits, 9
@@ -229,8 +229,7 @@ _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 def forced(family: Family, tools: Sequence[Mapping[str, Any]], *, several: bool) -> Grammar:
     """The grammar of one call, or of several.
 
-    Each tool's parameters are a separate schema with its own definitions, narrowed so that calls end (see
-    `jaxllm.serving.guided.grammar`).
+    Each tool's parameters are a separate schema with its own definitions.
 
     Args:
       family: family of the model.
@@ -244,7 +243,7 @@ def forced(family: Family, tools: Sequence[Mapping[str, Any]], *, several: bool)
     arguments = "parameters" if family.name == "llama3" else "arguments"
     for index, tool in enumerate(tools):
         function = tool["function"]
-        schema = narrowed(without_notes(function.get("parameters") or {})) | {"x-guidance": _JSON_STYLE}
+        schema = (function.get("parameters") or {}) | {"x-guidance": _JSON_STYLE}
         # Arguments are an object, even if the schema has no such type.
         schema = {"type": "object"} | schema
         head = f"{{{json.dumps('name')}: {json.dumps(function['name'])}, {json.dumps(arguments)}: "
