@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings as PromptEmbeddings
     from jaxllm.serving.ground.speculation_options import SpeculationOptions as SpeculationOptions
     from jaxllm.serving.guided.grammar import Grammar as Grammar
+    from jaxllm.serving.guided.grammar import Thought as Thought
     from jaxllm.serving.host.storage import Storage as Storage
     from jaxllm.serving.opening.engine import Engine as Engine
     from jaxllm.serving.server.service import LLMService as LLMService
@@ -86,7 +87,7 @@ _PUBLIC = {
     "serving.ground.plan": "Plan",
     "serving.ground.prompt_embeddings": "PromptEmbeddings",
     "serving.ground.speculation_options": "SpeculationOptions",
-    "serving.guided.grammar": "Grammar",
+    "serving.guided.grammar": "Grammar Thought",
     "serving.host.storage": "Storage",
     "serving.opening.engine": "Engine",
     "serving.server.service": "LLMService",

@@ -13,6 +13,9 @@ from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner, prefill_
 
 if TYPE_CHECKING:
     from jaxllm.serving.guided.compiler import Matcher
+    from jaxllm.serving.guided.thought import ThoughtMatcher
+
+    AnyMatcher = Matcher | ThoughtMatcher
 
 # As OpenAI's interface.
 MAX_TOP_LOGPROBS = 20
@@ -41,15 +44,23 @@ class Decoding:
     grammar restricts them.
 
     Attributes:
-      matcher: state of the answer's grammar; None without one. A step waits until it is ready.
+      matcher: state of the answer's grammar; None without one. A step waits until it is ready, unless the
+        decoding waits itself.
       logprobs: log-probabilities of the tokens so far; None if not requested.
+      waits: whether it waits for its matcher itself, while the device computes.
     """
 
-    matcher: "Matcher | None" = None
+    matcher: "AnyMatcher | None" = None
     logprobs: list[TokenLogprob] | None = None
+    waits = False
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
+
+    @property
+    def ready(self) -> bool:
+        """Whether the next step can begin without waiting for a grammar."""
+        return self.matcher is None or self.waits or self.matcher.ready
 
     def cache_tokens(self, tokens: int) -> int:
         """Cache positions required for a sequence of `tokens` tokens."""
@@ -73,11 +84,13 @@ class GuidedDecoding(Decoding):
     """Decodes one answer under a grammar, with log-probabilities, or both.
 
     A grammar's mask is added to the sampler's bias, one token per dispatch, so that all runners and buckets
-    work unchanged. Forced tokens are fed together as a prefill chunk. Log-probabilities require the logits
-    after each token, from a prefill of one token. Drafts are off: the nodes of a tree share one bias.
+    work unchanged. Where the prefill of one token costs no more than its decoding, it begins before the mask
+    is there. Forced tokens are fed together as a prefill chunk; a thought needs no masks, and is decoded in
+    blocks. Log-probabilities require the logits after each token, from a prefill of one token. Drafts are
+    off: the nodes of a tree share one bias.
     """
 
-    def __init__(self, runner: Runner, matcher: "Matcher | None", top_logprobs: int | None) -> None:
+    def __init__(self, runner: Runner, matcher: "AnyMatcher | None", top_logprobs: int | None) -> None:
         """See the class; `matcher` is the grammar's, None for any text.
 
         Raises:
@@ -86,6 +99,8 @@ class GuidedDecoding(Decoding):
         super().__init__(runner)
         self.matcher, self._top = matcher, top_logprobs or 0
         self.logprobs = None if top_logprobs is None else []
+        exact = getattr(runner.options, "exact_chunks", False)
+        self.waits = matcher is not None and exact and self._feeds_floats(1)
         if self.logprobs is not None and not self._feeds_floats(1):
             raise ConfigError(
                 "log-probabilities need prefill in floats, and this engine prefills in integers alone; open "
@@ -93,10 +108,17 @@ class GuidedDecoding(Decoding):
             )
 
     def limit(self, pace: int, remaining: int) -> int:
-        """See `Decoding`: the forced tokens plus one, regardless of the pace."""
-        del pace
+        """See `Decoding`: the forced tokens plus one, regardless of the pace; in a thought as in a free
+        answer."""
         if self.matcher is None or self.logprobs is not None:
             return 1
+        if self.matcher.unbounded:
+            # States cannot be rolled back to the end of a thought.
+            most = getattr(self.matcher, "most_unbounded", None) or remaining
+            one = self.runner.cfg.states is not None
+            return 1 if one else self.runner.decode_limit(pace, min(remaining, most))
+        if self.waits and not self.matcher.soon():
+            return min(remaining, _MOST_FORCED + 1)
         limit = min(remaining, len(self.matcher.forced(_MOST_FORCED)) + 1)
         return limit if limit > 1 and self._feeds_floats(limit) else 1
 
@@ -112,12 +134,23 @@ class GuidedDecoding(Decoding):
         return chosen, _unmasked(after, sampler)
 
     def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
-        """See `Decoding`."""
-        cache, sampler = row.cache, row.sampler
+        """See `Decoding`. No tokens if the grammar turns out to allow none after the last one."""
+        if self.matcher is not None and self.matcher.unbounded and self.logprobs is None:
+            return self._decode_unbounded(row, cached)
+        cache, sampler, at = row.cache, row.sampler, len(cached)
+        fed, logits = [int(np.asarray(row.token)[0])], None
+        if self.waits and self.matcher is not None and not self.matcher.ready:
+            # The mask is computed meanwhile.
+            logits, cache = prefill_prompt(self.runner, cache, fed, at)
+            fed, at = [], at + 1
+        if self.matcher is not None and self.matcher.complete:
+            # Found after the step began. The last token is cached, as others are.
+            cache = prefill_prompt(self.runner, cache, fed, at)[1] if fed else cache
+            return DecodedRow([], cache, sampler)
         forced = self._forced(row.limit - 1, sampler)
-        if forced or self.logprobs is not None:
-            fed = [int(np.asarray(row.token)[0]), *forced]
-            logits, cache = prefill_prompt(self.runner, cache, fed, len(cached))
+        if forced or logits is not None or self.logprobs is not None:
+            if fed := [*fed, *forced]:
+                logits, cache = prefill_prompt(self.runner, cache, fed, at)
             if forced and self.matcher is not None:
                 self.matcher.take(forced)
                 sampler = counted(sampler, forced)
@@ -126,9 +159,26 @@ class GuidedDecoding(Decoding):
                     return DecodedRow(forced, cache, sampler)
             chosen, sampler = self.first(logits, sampler)
             return DecodedRow([*forced, *chosen.tolist()], cache, sampler)
-        found = self.runner.decode(dataclasses.replace(row, sampler=self._masked(sampler), limit=1))
+        cache = dataclasses.replace(cache, length=np.int32(at))
+        found = self.runner.decode(
+            dataclasses.replace(row, cache=cache, sampler=self._masked(sampler), limit=1)
+        )
         self._take(found.tokens[0])
         return dataclasses.replace(found, sampler=_unmasked(found.sampler, sampler))
+
+    def _decode_unbounded(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
+        """Decodes a block of a thought, up to its end."""
+        matcher: Any = self.matcher
+        # The dispatch may take the arrays.
+        counts, drawn = np.array(row.sampler.counts), np.array(row.sampler.drawn)
+        cache = dataclasses.replace(row.cache, length=np.int32(len(cached)))
+        masked = dataclasses.replace(row, cache=cache, sampler=self._masked(row.sampler))
+        found = self.runner.decode(masked)
+        tokens, sampler = found.tokens, _unmasked(found.sampler, row.sampler)
+        if NO_TOKEN in tokens or (kept := matcher.take_unbounded(tokens)) == len(tokens):
+            return dataclasses.replace(found, sampler=sampler)
+        progress: Any = (counts, drawn)
+        return DecodedRow(tokens[:kept], found.cache, counted(sampler.after(progress), tokens[:kept]))
 
     def _take(self, token: int) -> None:
         if self.matcher is not None and token != NO_TOKEN:

@@ -341,7 +341,10 @@ class Engine(Generic[AnyModel]):
                 # The window ends an answer, too, unless it slides.
                 room = self.runner.options.context_tokens - len(request.prompt) + 1
                 most = config.max_tokens if request.sliding else min(config.max_tokens, room)
-                matcher = self.grammars.matcher(config.grammar, stop_ids, most)
+                # Here, because few requests need its import.
+                from jaxllm.serving.guided.thought import matcher_of
+
+                matcher = matcher_of(self.grammars, self.tokenizer, config.grammar, stop_ids, most)
             return GuidedDecoding(self.runner_at(request.level), matcher, config.top_logprobs)
         if (drafts := self.speculation) is not None and request.drafted:
             return drafts if request.source is None else drafts.of(request.source)

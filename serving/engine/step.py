@@ -40,9 +40,10 @@ def step(*running: Run) -> Run:
     """
     run = min(running, key=lambda each: each.stepped_s)
     try:
-        if run.decoding.matcher is not None:
+        matcher, full = run.decoding.matcher, run.wanted_tokens <= 0 or run.room_tokens <= 0
+        if matcher is not None and (full or matcher.ready or not run.decoding.waits):
             # Wait before acquiring the model's lock, so that no other thread waits for it.
-            run.decoding.matcher.wait()
+            matcher.wait()
             with run.runner.lock:
                 if run.stage == "decode":
                     _check_end(run)
@@ -287,7 +288,7 @@ def _decode(run: Run) -> None:
     limit = run.decoding.limit(run.pace, min(run.wanted_tokens, run.room_tokens))
     cached, row = _decode_from(run, limit)
     found = run.decoding.decode(row, cached)
-    run.pace = pace(1000 * (time.perf_counter() - began) / len(found.tokens))
+    run.pace = pace(1000 * (time.perf_counter() - began) / max(1, len(found.tokens)))
     _decoded(run, cached, found)
 
 
@@ -314,11 +315,13 @@ def _decoded(run: Run, cached: list[int], found: DecodedRow) -> None:
 
 
 def _take(run: Run, block: list[int]) -> None:
-    """Adds tokens to the run, and checks whether it has ended; under a grammar, the next step checks."""
+    """Adds tokens to the run, and checks whether it has ended; under a grammar, the next step checks unless
+    there are none."""
     # Streamed weights may have failed while the block was computed.
     run.runner.require_usable()
-    run.take(block)
-    if run.decoding.matcher is None or run.finish_reason is not None:
+    if block:
+        run.take(block)
+    if run.decoding.matcher is None or run.finish_reason is not None or not block:
         _check_end(run)
 
 

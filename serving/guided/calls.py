@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.serving.guided.grammar import Grammar, narrowed, without_notes
+from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.text.answer_arguments import types_of
 from jaxllm.text.answer_syntax import (
     ANY,
@@ -35,9 +35,8 @@ def answer_grammar(
 ) -> Grammar | None:
     """The grammar of an answer that may call tools.
 
-    Each tool's parameters are a separate schema with its own definitions, narrowed so that calls end (see
-    `jaxllm.serving.guided.grammar`). In syntaxes that have strings without quotes, `pattern`, `format` and
-    lengths of strings are not enforced.
+    Each tool's parameters are a separate schema with its own definitions. In syntaxes that have strings
+    without quotes, `pattern`, `format` and lengths of strings are not enforced.
 
     Args:
       found: format of the model's answers.
@@ -132,7 +131,7 @@ class _Rules:
             function = tool["function"]
             name, schema = function["name"], function.get("parameters") or {}
             loose = name not in checked
-            schema = {"type": "object"} if loose else {"type": "object"} | narrowed(without_notes(schema))
+            schema = {"type": "object"} if loose else {"type": "object"} | schema
             arguments = self.new(self.arguments(schema))
             rest = f"{arguments} {self.literal(_named(syntax.tail + syntax.closing, name))}"
             opening = _named(syntax.opening, name) + syntax.head

@@ -32,7 +32,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxllm.errors import ConfigError, JaxllmError, one_line
-from jaxllm.serving.guided.grammar import Grammar, bounded_space
+from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.guided.worker import COMPILE_S, NO_LIMIT, STEP_S, parsed_state, receive, send
 from jaxllm.text.tokenizer import Tokenizer
 from jaxllm.text.tokenizer_bounds import is_ordinary
@@ -43,6 +43,8 @@ _KEPT, _KEPT_BYTES = 8, 32 << 20
 _AT_ONCE = 2
 # The first process starts in 0.3 seconds, with a large vocabulary in a second; longer on a busy machine.
 _START_S = 60.0
+# Waiting for a mask costs less than computing meanwhile if it takes at most so long.
+_SOON_S = 0.0015
 # Far above the limits of processor time, which a busy machine stretches.
 REPLY_S = 10.0
 _BOOT = (
@@ -89,17 +91,19 @@ class CompiledGrammar:
         weakref.finalize(self, self.control.close)
 
 
-class PreparedGrammar(Future[CompiledGrammar]):
-    """A grammar that is or was compiled in the background: a future."""
+class PreparedGrammar(Future[CompiledGrammar | None]):
+    """A grammar that is or was compiled in the background: a future; its result is None for any text."""
 
     @property
     def stale(self) -> bool:
         """Whether it is useless: its process has ended, or something other than the grammar failed."""
         if not self.done():
             return False
-        error = self.exception()
+        if (error := self.exception()) is not None:
+            return not isinstance(error, ConfigError)
+        found = self.result()
         # A process that runs sends nothing any more.
-        return _readable(self.result().control) if error is None else not isinstance(error, ConfigError)
+        return found is not None and _readable(found.control)
 
 
 class Matcher:
@@ -111,9 +115,12 @@ class Matcher:
     uses wait.
 
     Attributes:
+      unbounded: whether any token may follow; never here.
       channel: socket of its process, readable when the matcher is ready; None before it has one.
       completed: whether the end of the text was forced because the answer would have reached its length.
     """
+
+    unbounded = False
 
     def __init__(self, compiled: CompiledGrammar, most_tokens: int | None = None) -> None:
         """Begins an answer.
@@ -131,6 +138,8 @@ class Matcher:
         self._taken = 0
         # When the state that has not been read yet was requested.
         self._asked_s: float | None = None
+        # The time that its last masks took to come, where something waited for them.
+        self._takes_s = 0.0
         self._forced: collections.deque[int] = collections.deque()
         self._set(*parsed_state(compiled.first))
 
@@ -141,6 +150,12 @@ class Matcher:
             return True
         return _readable(self.channel)
 
+    def soon(self) -> bool:
+        """Whether it is ready, after waiting less time than a token takes."""
+        if not self.ready and self.channel is not None and self._takes_s < _SOON_S:
+            _readable(self.channel, _SOON_S)
+        return self.ready
+
     def wait(self) -> None:
         """Waits until it is ready.
 
@@ -150,7 +165,9 @@ class Matcher:
         """
         if self._asked_s is None:
             return
-        waited_s, self._asked_s = time.monotonic() - self._asked_s, None
+        there = self.ready
+        asked_s, self._asked_s = self._asked_s, None
+        waited_s = time.monotonic() - asked_s
         try:
             if self.channel is None:
                 raise self._failure or WorkerEnded("its process has ended")
@@ -159,6 +176,8 @@ class Matcher:
             except WorkerEnded:
                 self._compiled.counts["ended"] += 1
                 raise
+            took_s = 0.0 if there else time.monotonic() - asked_s
+            self._takes_s += 0.1 * (min(took_s, 4 * _SOON_S) - self._takes_s)
             if not reply[0]:
                 raise ValueError(reply[1:].decode())
             self._set(*parsed_state(reply[1:]))
@@ -274,6 +293,10 @@ class GrammarCompiler:
           grammar: grammar to compile.
           stop_ids: tokens that end the answer, padded with -1.
         """
+        if grammar.kind == "free":
+            free = PreparedGrammar()
+            free.set_result(None)
+            return free
         facts = repr((grammar.kind, grammar.completed)).encode(), stop_ids.tobytes(), grammar.text.encode()
         key = hashlib.sha256(b"\0".join(facts)).digest()
         with self._lock:
@@ -289,8 +312,8 @@ class GrammarCompiler:
         return found
 
     def matcher(self, grammar: Grammar, stop_ids: np.ndarray, most_tokens: int | None = None) -> Matcher:
-        """Makes the matcher of one answer; waits until the grammar is compiled, usually some milliseconds, at
-        most some seconds.
+        """Makes the matcher of one answer without a thought; waits until the grammar is compiled, usually
+        some milliseconds, at most some seconds.
 
         Args:
           grammar, stop_ids: see `prepare`.
@@ -301,15 +324,24 @@ class GrammarCompiler:
             complex; the tokenizer cannot be used; or llguidance is not installed.
           GrammarLate: it was not compiled in time, on a busy machine.
         """
-        return Matcher(self.prepare(grammar, stop_ids).result(), most_tokens)
+        compiled = self.prepare(grammar, stop_ids).result()
+        assert compiled is not None, "only a thought needs a free text"
+        return Matcher(compiled, most_tokens)
+
+    def text_tokens(self) -> np.ndarray:
+        """`[V]` bool, all tokens of the tokenizer but its end tokens."""
+        found = np.zeros(self._vocab_size, np.bool_)
+        found[: self._tokenizer.vocab_size] = True
+        found[list(self._tokenizer.files.eos_ids)] = False
+        return found
 
     def _keep(self, key: bytes, prepared: PreparedGrammar) -> None:
         """Caches a grammar, and drops the oldest beyond the limits."""
         self._kept[key] = prepared
         self._kept.move_to_end(key)
         for each, other in list(self._kept.items()):
-            there = other.done() and other.exception() is None
-            large = there and other.result().grew_bytes > _KEPT_BYTES
+            found = other.result() if other.done() and other.exception() is None else None
+            large = found is not None and found.grew_bytes > _KEPT_BYTES
             if large or (len(self._kept) > _KEPT and each != key):
                 del self._kept[each]
 
@@ -338,7 +370,7 @@ class GrammarCompiler:
         try:
             request = {
                 "kind": grammar.kind,
-                "text": bounded_space(grammar.text) if grammar.kind == "lark" else grammar.text,
+                "text": grammar.text,
                 "text_tokens": text_tokens,
                 "completed": grammar.completed,
                 "stop_ids": stops.tolist(),
@@ -364,10 +396,9 @@ class GrammarCompiler:
             reason = "it matches no text" if reason.startswith("NoExtension") else reason
             raise ConfigError(f"the grammar ({grammar.kind}) cannot be used: {reason}") from error
         self.counts["compiled"] += 1
-        allowed = np.zeros(self._vocab_size, np.bool_)
-        allowed[:text_tokens] = True
-        allowed[list(self._tokenizer.files.eos_ids)] = False
-        compiled = CompiledGrammar(control, self.counts, first, allowed, stops, reply["grew_bytes"])
+        compiled = CompiledGrammar(
+            control, self.counts, first, self.text_tokens(), stops, reply["grew_bytes"]
+        )
         matcher = Matcher(compiled)
         if matcher.complete:
             raise ConfigError("the grammar matches the empty text alone; ask for no grammar, or another one")
@@ -399,10 +430,11 @@ class GrammarCompiler:
 
     def _started(self) -> socket.socket:
         """The socket of a new first process."""
-        if importlib.util.find_spec("llguidance") is None:
-            raise ConfigError(
-                "grammars need the package llguidance; install it with: pip install 'jaxllm[serve]'"
-            )
+        for package in ("llguidance", "jsonschema"):
+            if importlib.util.find_spec(package) is None:
+                raise ConfigError(
+                    f"grammars need the package {package}; install it with: pip install 'jaxllm[serve]'"
+                )
         files = self._tokenizer.files
         if not is_ordinary(files.tokenizer_json):
             raise ConfigError(
@@ -497,10 +529,10 @@ def _reply(channel: socket.socket, seconds: float, when: str, waited_s: float = 
     return reply
 
 
-def _readable(channel: socket.socket) -> bool:
+def _readable(channel: socket.socket, within_s: float = 0.0) -> bool:
     poll = select.poll()
     poll.register(channel, select.POLLIN)
-    return bool(poll.poll(0))
+    return bool(poll.poll(1000 * within_s))
 
 
 def _end(child: "subprocess.Popen[bytes]", control: socket.socket, owner: int) -> None:

@@ -22,6 +22,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,16 +35,31 @@ if TYPE_CHECKING:
 
 # At these limits a step takes some 15 ms, and an answer some 100 MB.
 _LIMITS: Any = dict(
-    max_items_in_row=2000, step_lexer_fuel=200_000, step_max_items=50_000, max_lexer_states=50_000
+    max_items_in_row=2000,
+    initial_lexer_fuel=500_000,
+    step_lexer_fuel=200_000,
+    step_max_items=50_000,
+    max_lexer_states=50_000,
 )
 # Processor time: ordinary grammars compile in milliseconds, the largest schemas of users in 0.1 seconds.
 COMPILE_S, STEP_S = 1.0, 0.25
 # Address space beyond the tokenizer's, and stack.
 _MEMORY_BYTES, _STACK_BYTES = 1 << 29, 8 << 20
-# Answers of others go first.
+# Answers go first. Only to compile: whoever waits for a mask has the device wait.
 _NICE = 5
-# A space, or a line break with an indentation: else models may write white space without end.
-WHITE_SPACE = r"( |\n[ ]{0,12})?"
+# Between the parts of JSON a space, or a line break with an indentation, is allowed: else models may write
+# white space without end. Overlapping alternatives are checked afterwards.
+_SPACE_KEYS = frozenset({"whitespace_pattern", "whitespace_flexible"})
+_WHITE_SPACE = {"whitespace_pattern": r"( |\n[ ]{0,12})?"}
+_JSON = {"coerce_one_of": True}
+# Errors of the compiler, and the level of preparation that may avoid them.
+_PLAINER = (
+    (("nsatisfiable", "too large"), 1),
+    (
+        ("nsatisfiable", "too large", "too big", "disjoint", "circular ref", "intersection", "maxProperties"),
+        2,
+    ),
+)
 _WARM_UP = {"kind": "json", "text": "", "stop_ids": (), "text_tokens": 1 << 30, "completed": False}
 _LENGTH = struct.Struct(">Q")
 # Whether the text may end after the forced tokens, whether they complete it, and their number.
@@ -52,6 +68,8 @@ _HEAD = struct.Struct(">??I")
 NO_LIMIT = (1 << 32) - 1
 # Processor time to find the end of a text.
 _ENDING_S = 0.1
+# A comma, a key with its quotes, a colon, and the end of the object: rounded up, for tokens of one byte.
+_KEY_TOKENS = 8
 # What ends a text in JSON soonest: within a string, and elsewhere.
 _STRING_ENDS, _JSON_ENDS = b'"a0 -:.@/', b']}",0123456789-ntf[{'
 
@@ -82,8 +100,7 @@ def serve(descriptor: int) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     _bound(resource.RLIMIT_CORE, 0)
     _bound(resource.RLIMIT_STACK, _STACK_BYTES)
-    with contextlib.suppress(OSError):
-        os.nice(_NICE)
+    threading.stack_size(_STACK_BYTES)
     setup = json.loads(receive(control) or b"null")
     if setup is None:
         return
@@ -115,16 +132,28 @@ def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") 
     request = json.loads(receive(control) or b"null")
     if request is None:
         return
-    before = _resident_bytes()
-    try:
-        with _processor_time(COMPILE_S):
+    before, found = _resident_bytes(), list[Any]()
+
+    def compile_it() -> None:
+        try:
+            # On Linux a thread has a priority of its own; a process that has lowered its own cannot raise it.
+            if sys.platform == "linux":
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             answer = _Following(tokenizer, request)
             # The length of a shortest text, if answers are completed before they reach their length.
             answer.shortest = len(answer.end() or ()) if request["completed"] else 0
-            first = answer.state()
-    except BaseException as error:
-        send(control, json.dumps({"error": one_line(error)}).encode())
+            found.extend((answer, answer.state()))
+        except BaseException as error:
+            found.append(error)
+
+    with _processor_time(COMPILE_S):
+        thread = threading.Thread(target=compile_it)
+        thread.start()
+        thread.join()
+    if len(found) == 1:
+        send(control, json.dumps({"error": one_line(found[0])}).encode())
         return
+    answer, first = found
     send(control, json.dumps({"grew_bytes": _resident_bytes() - before}).encode())
     send(control, first)
     # The process of an answer receives tokens, and sends the state after them.
@@ -154,9 +183,21 @@ class _Following:
         self.shortest, self._checked = 0, NO_LIMIT
         self._last, self._stops = request["text_tokens"], frozenset(request["stop_ids"])
         limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
-        source = _source(request["kind"], request["text"])
-        self._matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
-        self._require_sound()
+        first, kind, level = "", request["kind"], 0
+        while True:
+            source = _source(kind, request["text"], level)
+            self._matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
+            if not self._matcher.is_error():
+                return
+            # A plainer schema may not have the error.
+            error = self._matcher.get_error()
+            first = first or error
+            levels = [
+                each for words, each in _PLAINER if level < each and any(word in error for word in words)
+            ]
+            if not levels or kind == "regex":
+                raise ValueError(first)
+            level = levels[0]
 
     def take(self, tokens: list[int]) -> None:
         """Goes on by tokens."""
@@ -186,16 +227,18 @@ class _Following:
     def _due_end(self, left: int) -> list[int] | None:
         """The end of the text if it must begin now; None as long as there is room for another token.
 
-        A token makes the end at most as much longer as a shortest text is, because it begins at most one
-        more value. It follows how many tokens may pass until the end is sought again.
+        A token makes the end at most as much longer as a shortest text and its key are, because it begins at
+        most one more value. It follows how many tokens may pass until the end is sought again.
         """
         if left > self._checked:
             return None
-        end = self.end()
+        end, more = self.end(), self.shortest + _KEY_TOKENS
         if end is None or len(end) > left:
+            # Nor will an end fit later, unless this was not the shortest one.
+            self._checked = left // 2
             return None
-        spare = left - len(end) - self.shortest
-        self._checked = left - spare // (self.shortest + 1) - 1
+        spare = left - len(end) - more
+        self._checked = left - spare // (more + 1) - 1
         return end if spare <= 0 else None
 
     def end(self) -> list[int] | None:
@@ -259,16 +302,43 @@ def _tail(text: bytes) -> bytes:
     return b'"' * (plain.count(b'"') % 2) + b"\\" * plain.endswith(b"\\")
 
 
-def _source(kind: str, text: str) -> str:
+def _source(kind: str, text: str, level: int) -> str:
+    """The compiler's grammar for a caller's; its schemas are prepared at a level."""
     from llguidance import LLMatcher
 
+    from jaxllm.serving.guided.grammar import with_schemas
+
+    change = functools.partial(_readable_schema, level=level)
     match kind:
         case "regex":
             return LLMatcher.grammar_from_regex(text)
         case "lark":
-            return LLMatcher.grammar_from_lark(text)
-    defaults: Any = {"whitespace_pattern": WHITE_SPACE}
-    return LLMatcher.grammar_from_json_schema(text or '{"type": "object"}', defaults=defaults)
+            return LLMatcher.grammar_from_lark(with_schemas(text, change))
+    return LLMatcher.grammar_from_json_schema(change(json.loads(text or '{"type": "object"}')))
+
+
+def _readable_schema(schema: Any, level: int) -> dict[str, Any]:
+    """A schema as the compiler reads it (see `jaxllm.serving.guided.schema`)."""
+    from jaxllm.serving.guided.schema import prepared
+
+    found = prepared(schema, _is_supported, level)
+    if found is False:
+        raise ValueError("it matches no text")
+    found = {} if found is True else found
+    own = schema.get("x-guidance", {}) if isinstance(schema, dict) else {}
+    if not isinstance(own, dict):
+        raise ValueError("x-guidance must be an object")
+    space = {} if _SPACE_KEYS & own.keys() else _WHITE_SPACE
+    return found | {"x-guidance": _JSON | space | own}
+
+
+@functools.cache
+def _is_supported(pattern: str) -> bool:
+    """Whether the compiler reads a regular expression of a schema."""
+    from llguidance import LLMatcher
+
+    source = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
+    return not LLMatcher.validate_grammar(source)
 
 
 def _forked(control: socket.socket) -> socket.socket | None:

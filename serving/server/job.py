@@ -262,9 +262,8 @@ class Job(Work):
             self.due_ms, self.left_ms = 1000 * self.arrived_s + self._ttft_ms, cost.ttft_ms
             self.rest_ms = cost.ttft_ms + cost.tpot_ms * config.max_tokens
             return
-        matcher = run.decoding.matcher
         self.stage, self.batchable = run.stage, batchable(run)
-        self.ready = matcher is None or matcher.ready
+        self.ready = run.decoding.ready
         decoded_ms = cost.tpot_ms * run.wanted_tokens
         if run.stage in ("decode", "finish"):
             self.due_ms = 1000 * self._first_s + len(run.tokens) * self.tpot_ms

@@ -244,8 +244,8 @@ def model_drafter(
     if not draft.tokenizer.same_tokens(target.tokenizer):
         raise ConfigError(
             f"{bundle.path} has another tokenizer than {target.bundle.path}: a drafter must have the "
-            "target's tokens; take the high planes of an int8-nested target (nested), or train a model on its "
-            "tokenizer (jaxllm pretrain --tokenizer)"
+            "target's tokens; take the high planes of an int8-nested target (nested), or train a model on "
+            "its tokenizer (jaxllm pretrain --tokenizer)"
         )
     return ModelDrafter(draft.resident_runner(FULL_LEVEL), options, own=bundle)
 

@@ -14,7 +14,7 @@ import pytest
 from jaxllm.serving.server.api.app import make_app
 from jaxllm.serving.server.calls import Call, Conversation, ModelFacts
 from tests.serving.server.api.conftest import FakeBackend
-from tests.serving.server.api.scripted import TEMPLATE, patched
+from tests.serving.server.api.scripted import TEMPLATE, Told, patched
 from tests.serving.server.services import running
 
 THOUGHT = "They ask for the weather."
@@ -55,12 +55,9 @@ def said(call: Call) -> Sequence[str]:
         f"<think>\n{THOUGHT}\n</think>\n\n" if prompt.template_options.get("enable_thinking") is True else ""
     )
     tools = {each["function"]["name"]: each["function"]["parameters"] for each in prompt.tools}
-    told = json.loads(grammar.text or "{}") if grammar else {}
-    schema, made = getattr(grammar, "schema", None), told.get("description")
-    if isinstance(made, dict) and "required" in made:
-        tools = {name: tools[name] for name in told["enum"]}
-    elif grammar and schema is None and grammar.text:
-        schema = grammar
+    schema = grammar if grammar and grammar.text else None
+    if isinstance(grammar, Told):
+        schema, tools = grammar.schema, {name: tools[name] for name in grammar.names}
     knows = any(each["role"] == "tool" for each in prompt.messages)
     asks = [name for name in tools if name in TOOLS]
     if asks and not knows:

@@ -26,6 +26,7 @@ from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Streamed
 from jaxllm.serving.server.api.tool_use import ToolUse
 from jaxllm.serving.server.calls import Call, CallPrompt, Conversation, Event
 from jaxllm.serving.server.limits import objective_from
+from jaxllm.text.answer_format import AnswerFormat, make_scanner
 
 _EVENTS = "text/event-stream"
 _KEEP_ALIVE = b": keep-alive\n\n"
@@ -379,6 +380,7 @@ async def answer_of(
     config = _config(state, body, params, thinks=thinks, opened=opened)
     adapter, scanner = state.adapter(body.adapter or params.adapter), None
     if thinks or params.use.called:
+        config = dataclasses.replace(config, markers=tuple(text for text, _ in answer_format.special))
         scanner = lambda: make_scanner(answer_format, params.use.called, thinking=opened)  # noqa: E731
     if (seed := config.sampling.seed) is None:
         configs = [config] * params.n
@@ -527,9 +529,8 @@ def context_of(conversation: str | Mapping[str, Any] | None) -> str:
     return name or ""
 
 
-def format_grammar(kind: Any, schema: Any, param: str, *, strict: bool = False) -> Grammar | None:
-    """The grammar of a response format: text, json_object or json_schema, narrowed if strict; raises
-    ApiError."""
+def format_grammar(kind: Any, schema: Any, param: str) -> Grammar | None:
+    """The grammar of a response format: text, json_object or json_schema; raises ApiError."""
     if kind == "text":
         return None
     if kind == "json_object":

@@ -220,7 +220,6 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
     )  # fmt: skip
     form: dict[str, Any] = {"type": "text"} if body.response_format is None else body.response_format
     schema = form["json_schema"] if isinstance(form.get("json_schema"), dict) else {}
-    strict = schema.get("strict") is True
     params = AnswerParams(
         adapter=adapter,
         n=body.n,
@@ -228,8 +227,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
         stop=body.stop,
         logit_bias=body.logit_bias,
         use=use,
-        reasoning=reasoning,
-        grammar=format_grammar(form.get("type"), schema.get("schema"), "response_format", strict=strict),
+        grammar=format_grammar(form.get("type"), schema.get("schema"), "response_format"),
         top_logprobs=top_logprobs,
     )
     messages = messages_of(body.messages)

@@ -154,7 +154,7 @@ def use_of(body: ResponseBody) -> tuple[ToolUse, Grammar | None]:
     form = body.text.format or TextFormat()
     if form.type == "json_schema" and not form.name:
         raise ApiError("text.format of the type json_schema needs a name", param="text.format.name")
-    grammar = format_grammar(form.type, form.schema, "text.format", strict=form.strict is True)
+    grammar = format_grammar(form.type, form.schema, "text.format")
     if use.tools and body.with_logprobs:
         # Tokens of calls are not part of the text, and cannot be told apart.
         raise ApiError(f"tools cannot be combined with {LOGPROBS}", param="include")

@@ -1,5 +1,4 @@
-"""What follows a grammar of calls is found by the scanner of the same format, and matches the schemas;
-narrowed schemas end."""
+"""What follows a grammar of calls is found by the scanner of the same format, and matches the schemas."""
 
 import collections
 import dataclasses
@@ -14,7 +13,7 @@ import pytest
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.guided.calls import answer_grammar
 from jaxllm.serving.guided.compiler import GrammarCompiler, Matcher
-from jaxllm.serving.guided.grammar import Grammar, closed, narrowed, unrolled
+from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.text.answer_format import GENERIC, JSON_OBJECT, AnswerFormat, written
 from jaxllm.text.tokenizer import Tokenizer
 from tests.text import answer_templates as own
@@ -287,89 +286,3 @@ def test_calls_are_completed_before_they_reach_their_length(compiler, tokenizer)
         endings[matcher.completed] += limited
     assert min(endings[True], endings[False]) > 3
     assert called == names
-
-
-def test_recursive_definitions_nest_six_deep(compiler, tokenizer):
-    """A chain that may end with null, and lists; a model that always goes on ends all the same."""
-    chain = {
-        "properties": {"next": {"anyOf": [{"$ref": "#/$defs/a~1b"}, {"type": "null"}]}},
-        "required": ["next"],
-    }
-    lists = {"type": "array", "items": {"$ref": "#/definitions/lists"}, "maxItems": 1}
-    for schema, parts in (
-        ({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "object"} | chain}}, ('{"next": ', "}")),
-        ({"$ref": "#/definitions/lists", "definitions": {"lists": lists}}, ("[", "]")),
-    ):
-        text = json.dumps(
-            narrowed(schema) | {"x-guidance": {"whitespace_flexible": False, "key_separator": ": "}}
-        )
-        matcher = compiler.matcher(Grammar(kind="json_schema", text=text), np.array([-1]))
-        tokens = []
-        while not matcher.complete:
-            begins = [
-                each for each in np.flatnonzero(matcher.allowed()) if tokenizer.decode([each])[:1] in "{["
-            ]
-            tokens.append(int(begins[0] if begins else np.flatnonzero(matcher.allowed())[0]))
-            matcher.take(tokens[-1:])
-        found = tokenizer.decode(tokens)
-        assert found.count(parts[0]) == found.count(parts[1]) == 6
-        json.loads(found)
-    whole = {"properties": {"again": {"$ref": "#"}}}
-    assert unrolled(whole) == whole
-    taken = {"$defs": {"a": {"items": {"$ref": "#/$defs/a"}}, "a.0": {"type": "null"}}}
-    assert unrolled(taken) == taken
-
-
-def test_objects_are_closed_where_they_name_their_properties():
-    inner = {"type": "object", "properties": {"properties": {"const": {"properties": {}}}}}
-    found = closed({"type": "object", "properties": {"a": inner, "b": {"type": "object"}}, "items": [inner]})
-    assert found["additionalProperties"] is False
-    assert found["properties"]["a"]["additionalProperties"] is False
-    assert found["items"][0]["additionalProperties"] is False
-    assert found["properties"]["b"] == {"type": "object"}
-    assert found["properties"]["a"]["properties"]["properties"] == {"const": {"properties": {}}}
-    said = {"properties": {"a": {}}, "additionalProperties": {"type": "integer"}}
-    assert closed(said) == said
-    # One that it requires and does not name, which would be of no schema then.
-    for required in (["a", "b"], [["a"]]):
-        more = {"properties": {"a": {}}, "required": required}
-        assert closed(more) == more
-    # What is no schema is the compiler's to refuse.
-    assert closed({"properties": {}, "required": 5, "allOf": 5})
-    one = {"allOf": [{"$ref": "#/$defs/a"}], "$defs": {"a": {"properties": {}}}}
-    assert closed(one)["$defs"]["a"] == {"properties": {}, "additionalProperties": False}
-    for composed in (
-        {"properties": {"a": {}}, "allOf": [{"properties": {"b": {}}}]},
-        {"anyOf": [{"$ref": "#/$defs/x", "properties": {"b": {}}}], "$defs": {"x": {"properties": {}}}},
-        {"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {}}}]},
-    ):
-        assert closed(composed) == composed
-
-
-def test_numbers_without_bounds_are_bounded(compiler, tokenizer):
-    """Else a small model's digits need not end."""
-    for given in (
-        {"type": ["integer", "null"], "exclusiveMinimum": 3, "maximum": 10**20},
-        {"type": "number", "enum": [1e40]},
-        {"type": "string"},
-    ):
-        assert narrowed({"items": given})["items"] == given
-
-    def accepted(schema, text):
-        """How much of a text the narrowed schema accepts, character by character."""
-        grammar = Grammar(kind="json_schema", text=json.dumps(narrowed(schema)))
-        matcher = compiler.matcher(grammar, GenerationConfig().stop_ids(tokenizer.eos_ids))
-        for at, character in enumerate(text):
-            token = tokenizer.encode(character, add_special_tokens=False)[-1]
-            if not matcher.allowed()[token]:
-                return text[:at]
-            matcher.take([token])
-        return text
-
-    ones = "1" * 99
-    assert accepted({"type": "integer"}, ones) == "1" * 16
-    assert accepted({"type": "number"}, ones) == "1" * 15
-    assert accepted({"type": "number"}, f"-2.{ones}") == "-2." + "1" * 9
-    assert accepted({"type": ["number", "null"], "minimum": 0}, ones) == "1" * 15
-    assert accepted({"type": "number", "exclusiveMaximum": 7.5}, f"-{ones}") == "-" + "1" * 15
-    assert accepted({"type": "integer", "multipleOf": 5}, ones) == "1" * 15

@@ -16,6 +16,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import forward, logits
 from jaxllm.serving.engine import decoding as guided
 from jaxllm.serving.engine.decoding import token_logprob
+from jaxllm.serving.guided.compiler import Matcher
 from tests.serving.ways import opened
 
 PROMPT = [5, 9, 2, 44, 17, 3, 3, 8]
@@ -174,6 +175,40 @@ def test_the_window_and_what_slides(engine, sliding):
         else:
             assert answer.finish_reason == "stop"
             assert re.fullmatch("(hello the ){20}[a-z]{80}", answer.text)
+
+
+def test_what_is_computed_while_a_mask_is_gives_what_waiting_for_it_gives(tmp_path, monkeypatch):
+    engine = opened("int8", tmp_path / "model.jaxllm", OPTIONS)
+    grammars = (SCHEMA, {"type": "array", "items": {"enum": ["hello the", "no"]}, "minItems": 4})
+    cases = [
+        config(json.dumps(schema), "json_schema", seed=seed, max_tokens=most)
+        for schema in grammars
+        for seed in range(2)
+        for most in (7, 60)
+    ]
+    meanwhile = []
+
+    def answers(waits, late):
+        init = guided.GuidedDecoding.__init__
+
+        def begin(self, *arguments):
+            init(self, *arguments)
+            assert self.waits, "the packaged kernels prefill single tokens"
+            self.waits = waits
+
+        with monkeypatch.context() as patch:
+            patch.setattr(guided.GuidedDecoding, "__init__", begin)
+            if late:
+                patch.setattr(Matcher, "ready", property(lambda self: self._asked_s is None))
+                patch.setattr(Matcher, "soon", lambda self: meanwhile.append(self.ready) or self.ready)
+            found = [engine.generate(PROMPT, each) for each in cases]
+        return [(each.tokens, each.finish_reason) for each in found]
+
+    expected = answers(waits=False, late=False)
+    assert answers(waits=True, late=True) == expected
+    assert meanwhile.count(False) > 20
+    assert all(len(tokens) <= case.max_tokens for case, (tokens, _) in zip(cases, expected, strict=True))
+    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.requests import ApiState
 from jaxllm.serving.server.calls import AdapterFacts, Call, ContextFacts, Conversation, Event, ModelFacts
 from jaxllm.serving.server.limits import Bindings
-from tests.serving.server.api.scripted import patched
+from tests.serving.server.api.scripted import answer_format, patched
 from tests.serving.server.services import running
 
 
@@ -102,7 +102,7 @@ class FakeBackend:
         return ModelFacts(
             name="tiny", window_tokens=128, vocab_size=300, levels=(70, 100), has_chat_template=True,
             adapters=tuple(self.named), opened_s=1.0, chat_template=self.template,
-            sampling=self.sampling,
+            answer_format=answer_format(self.template), sampling=self.sampling,
         )  # fmt: skip
 
     def submit(self, call: Call) -> FakeTicket:
