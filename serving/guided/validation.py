@@ -35,7 +35,7 @@ _BOOT = (
 )
 
 
-def unmet(grammar: Grammar, text: str) -> str | None:
+def unmet(grammar: Grammar, text: str, *, whole: bool = False) -> str | None:
     """What a finished answer breaks of its grammar's schema; None if it breaks nothing.
 
     Grammars enforce what they can: this checks the rest, such as `uniqueItems` and overlaps of `oneOf`. It
@@ -44,12 +44,13 @@ def unmet(grammar: Grammar, text: str) -> str | None:
     Args:
       grammar: the answer's grammar. Nothing is to be checked of other kinds than "json_schema".
       text: the answer, without its thought.
+      whole: whether nothing is known to be enforced, so that all of the schema is checked.
 
     Returns:
       One line with the place and the reason, or why nothing can be said.
     """
     large = len(grammar.text) > _SMALL_CHARS
-    if grammar.kind != "json_schema" or not (large or _PARTLY.search(grammar.text)):
+    if grammar.kind != "json_schema" or not (whole or large or _PARTLY.search(grammar.text)):
         return None
     if importlib.util.find_spec("jsonschema") is None:
         return "not checked: answers are validated by the package jsonschema; pip install 'jaxllm[serve]'"

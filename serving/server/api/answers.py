@@ -19,6 +19,7 @@ from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.guided.calls import answer_grammar
 from jaxllm.serving.guided.grammar import Grammar, Thought
+from jaxllm.serving.guided.validation import unmet
 from jaxllm.serving.server.api.choices import Choice, MakeScanner
 from jaxllm.serving.server.api.errors import ApiError, api_error
 from jaxllm.serving.server.api.reasoning import Reasoning, Switch, reasoning_of
@@ -45,6 +46,7 @@ class Answer:
         thinks: bool = False,
         progress: bool = False,
         notes: Mapping[str, Any] | None = None,
+        check: Callable[[Choice], str] | None = None,
     ) -> None:
         """Submits all calls, or none.
 
@@ -56,11 +58,12 @@ class Answer:
           thinks: whether answers may have reasoning.
           progress: whether a stream tells how much of the prompt was computed.
           notes: further entries of `facts`.
+          check: says what an ended answer breaks of its schemas; runs in a thread.
 
         Raises:
           JaxllmError: the backend refuses a call.
         """
-        self._state, self._prompts, self._progress = state, prompts, progress
+        self._state, self._prompts, self._progress, self._check = state, prompts, progress, check
         self.choices: list[Choice] = []
         try:
             for index, call in enumerate(calls):
@@ -81,8 +84,10 @@ class Answer:
         merged = _merged([choice.job.events() for choice in self.choices])
         try:
             async for index, event in merged:
-                self.choices[index].take(event)
-                yield self.choices[index]
+                (choice := self.choices[index]).take(event)
+                if self._check is not None and choice.ended is not None:
+                    choice.unmet = await asyncio.to_thread(self._check, choice)
+                yield choice
             if any(choice.ended is None or choice.started is None for choice in self.choices):
                 raise ApiError("the answer ended before it was whole", status=500)
         finally:
@@ -410,8 +415,37 @@ async def answer_of(
     generic = {"tool_format": "generic"} if params.use.tools and answer_format.generic else {}
     return Answer(
         state, calls, scanner, prompts=len(prompts), thinks=thinks, progress=bool(body.return_progress),
-        notes={**generic, **params.notes},
+        notes={**generic, **params.notes}, check=_check_of(params, body, answer_format),
     )  # fmt: skip
+
+
+def _check_of(
+    params: AnswerParams, body: SamplingFields, answer_format: AnswerFormat
+) -> Callable[[Choice], str] | None:
+    """A check of answers for what grammars do not enforce: of the response format, and of the arguments of
+    calls that must match their tools' schemas."""
+    use, schema = params.use, params.grammar or _own_grammar(body.grammar)
+    enforced = {
+        each["function"]["name"]: Grammar(kind="json_schema", text=json.dumps(each["function"]["parameters"]))
+        for each in use.called
+        if use.required or schema is not None or each["function"]["name"] in use.strict
+    }
+    if schema is None and not enforced:
+        return None
+    # Strings without quotes are not restricted.
+    loose = answer_format.syntax.arguments != "json"
+
+    def check(choice: Choice) -> str:
+        broken = [
+            f"{call.name}: {found}"
+            for call in choice.whole_calls
+            if call.name in enforced and (found := unmet(enforced[call.name], call.text, whole=loose))
+        ]
+        if schema is not None and not choice.calls and choice.finish_reason == "stop":
+            broken.append(unmet(schema, choice.text))
+        return "; ".join(filter(None, broken))
+
+    return check
 
 
 async def _opens_thought(

@@ -57,6 +57,7 @@ class Choice:
       logprobs: log-probabilities of all tokens outside of the reasoning, if requested.
       characters: number of characters of these tokens' text so far, with calls.
       reasoning_tokens: number of tokens of the reasoning, with its markers.
+      unmet: what the answer breaks of the schemas that were asked for; empty for nothing.
       new: parts of the last event.
       new_logprobs: log-probabilities of tokens that the last event decided to be outside of the reasoning.
     """
@@ -79,6 +80,7 @@ class Choice:
         self.calls: list[AnswerPart] = []
         self.logprobs: list[TokenLogprob] = []
         self.characters = self.reasoning_tokens = 0
+        self.unmet = ""
         self.new: Sequence[Part] = ()
         self.new_logprobs: Sequence[TokenLogprob] = ()
         # Tokens whose part is not known yet, as characters and log-probabilities, and the last known part.
@@ -217,6 +219,7 @@ class Choice:
             facts |= {name: getattr(end, name) for name in _ENDED}
             facts |= {} if end.answer_ttft_ms is None else {"answer_ttft_ms": end.answer_ttft_ms}
             facts |= {"context": end.context, "context_tokens": end.context_tokens} if end.context else {}
+            facts |= {"unmet": self.unmet} if self.unmet else {}
         return facts
 
 

@@ -131,7 +131,7 @@ async def show(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     facts, _ = state.model(state.body(request, ShowBody).model, tagged=True)
     info = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
     answer_format = facts.answer_format
-    able = ["completion", *["tools"] * ("tools" in facts.chat_template), *["vision"] * facts.images]
+    able = ["completion", *["tools"] * facts.has_chat_template, *["vision"] * facts.images]
     able += ["thinking"] * answer_format.thinks
     own = {"details": {"family": "jaxllm"}, "template": facts.chat_template}
     return {**own, "model_info": info, "capabilities": able}

@@ -227,6 +227,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
         stop=body.stop,
         logit_bias=body.logit_bias,
         use=use,
+        reasoning=reasoning,
         grammar=format_grammar(form.get("type"), schema.get("schema"), "response_format"),
         top_logprobs=top_logprobs,
     )

@@ -225,7 +225,7 @@ def test_ollama(served: Served) -> None:
         parts = client.generate("default:latest", "Hi", raw=True, stream=True)
         assert "".join(each.response for each in parts) == "Hello"
         assert client.list().models[0].model == "tiny:latest"
-        assert client.show("tiny").capabilities == ["completion"]
+        assert client.show("tiny").capabilities == ["completion", "tools"]
         with pytest.raises(ollama.ResponseError, match="not served"):
             client.chat("other", HI)
     assert served.backend.calls[2].config.max_tokens == 4

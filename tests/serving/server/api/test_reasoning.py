@@ -65,9 +65,9 @@ def test_chats(thinker: Served) -> None:
     assert "".join(each.get("reasoning_content", "") for each in deltas) == THOUGHT
     assert "".join(each.get("content") or "" for each in deltas) == TEXT
     calls = [call for each in deltas for call in each.get("tool_calls", ())]
-    first = {"index": 0, "type": "function", "function": {"name": "find", "arguments": ""}}
+    first = {"index": 0, "type": "function", "function": {"name": "find", "arguments": '{"q": '}}
     assert calls[0] == first | {"id": calls[0]["id"]}
-    assert [each["function"]["arguments"] for each in calls[1:]] == ['{"q": ', '"a"}']
+    assert [each["function"]["arguments"] for each in calls[1:]] == ['"a"}']
     assert last["usage"]["completion_tokens_details"] == details
     # A named call ends as with OpenAI.
     assert thinker.post(CHAT, body | {"tool_choice": TOOL}).json()["choices"][0]["finish_reason"] == "stop"

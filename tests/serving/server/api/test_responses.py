@@ -104,7 +104,7 @@ def test_calls_of_functions(served: Served, client: Any) -> None:
     served.backend = FakeBackend(*CALLING, template=TEMPLATE)
     first = client.responses.create(model="tiny", input="Where?", tools=[TOOL])
     text, call = first.output
-    assert (text.content[0].text, call.type, call.name) == ("Let me see. ", "function_call", "find")
+    assert (text.content[0].text, call.type, call.name) == ("Let me see.", "function_call", "find")
     assert json.loads(call.arguments) == {"q": "a}"}
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "there"}
     client.responses.create(model="tiny", input=[result], previous_response_id=first.id, tools=[TOOL])
@@ -115,7 +115,7 @@ def test_calls_of_functions(served: Served, client: Any) -> None:
     chained, resent = (each.prompt.messages for each in served.backend.calls[1:])
     assert chained == resent
     assert [each["role"] for each in resent] == ["user", "assistant", "tool"]
-    assert resent[1]["content"] == "Let me see. "
+    assert resent[1]["content"] == "Let me see."
     assert resent[1]["tool_calls"][0]["function"] == {"name": "find", "arguments": {"q": "a}"}}
     assert resent[2] == {"role": "tool", "content": "there", "tool_call_id": call.call_id}
 
@@ -329,3 +329,17 @@ def test_stored_responses_outlive_the_service_and_are_encrypted_as_contexts_are(
         store._run("UPDATE responses SET bytes = 1 WHERE id = 's'")
         with pytest.raises(CheckpointError, match="damaged"):
             store.get("spy", "s")
+
+
+def test_what_a_grammar_cannot_express_is_told(served: Served, client: Any) -> None:
+    served.backend = FakeBackend("[1, 1]")
+    form = {"type": "json_schema", "name": "a", "schema": {"items": {"type": "integer"}, "uniqueItems": True}}
+    made = client.responses.create(model="tiny", input="Who?", text={"format": form})
+    assert "non-unique" in made.model_extra["jaxllm"]["unmet"]
+    served.backend = FakeBackend("[1, 2]")
+    made = client.responses.create(model="tiny", input="Who?", text={"format": form})
+    assert "unmet" not in made.model_extra["jaxllm"]
+    served.backend = FakeBackend(*CALLING, template=TEMPLATE)
+    tool = TOOL | {"strict": True, "parameters": {"type": "object", "not": {"required": ["q"]}}}
+    made = client.responses.create(model="tiny", input="Who?", tools=[tool])
+    assert made.model_extra["jaxllm"]["unmet"].startswith("find: $")
