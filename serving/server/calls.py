@@ -135,9 +135,8 @@ class Conversation:
       messages: JSON objects with a `role` and a `content`, oldest first.
       tools: JSON objects in OpenAI's format, for templates that support tools.
       images: images of the messages' parts `{"type": "image"}`, in order; see `Backend.encode_images`.
-      template_options: further variables of the template (see `Tokenizer.chat_text`).
+      template_options: further variables of the template, such as `enable_thinking`.
       continue_final: whether the answer continues the last message's text (see `Tokenizer.chat_text`).
-      template_options: further variables for the template, such as `enable_thinking`.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -145,7 +144,6 @@ class Conversation:
     images: tuple[EncodedImage, ...] = ()
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     continue_final: bool | None = None
-    template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 CallPrompt = Conversation | str | tuple[int, ...]

@@ -442,7 +442,7 @@ def _check_of(
             if call.name in enforced and (found := unmet(enforced[call.name], call.text, whole=loose))
         ]
         if schema is not None and not choice.calls and choice.finish_reason == "stop":
-            broken.append(unmet(schema, choice.text))
+            broken.append(unmet(schema, choice.text) or "")
         return "; ".join(filter(None, broken))
 
     return check

@@ -114,7 +114,7 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
         stop=body.stop_sequences,
         use=said.use,
         reasoning=said.reasoning,
-        grammar=form and format_grammar(form.type, form.schema, "output_config.format", strict=True),
+        grammar=form and format_grammar(form.type, form.schema, "output_config.format"),
         notes={"thoughts_dropped": said.dropped} if said.dropped else {},
     )
     answer = await answer_of(state, request, body, (await said.conversation(),), params)
