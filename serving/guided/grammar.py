@@ -20,7 +20,7 @@ from jaxllm.errors import ConfigError, one_line
 GrammarKind = Literal["json", "json_schema", "regex", "lark", "free"]
 # Of an expression, and of a Lark grammar without schemas: compiling this much takes at most some seconds.
 MAX_GRAMMAR_BYTES = 1 << 16
-# Of a schema, and of those in a Lark grammar together: reading this much takes some milliseconds. What they
+# Of a schema, and of those in a Lark grammar together: to read this much takes some milliseconds. What they
 # may cost is limited where they are compiled.
 MAX_SCHEMA_BYTES = 1 << 21
 # Characters of a thought's marker.

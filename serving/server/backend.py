@@ -37,7 +37,8 @@ from jaxllm.serving.server.limits import AppLimits, Bindings, Limiter, Limits
 from jaxllm.serving.server.logs import CURRENT
 from jaxllm.serving.server.metrics import Metrics
 from jaxllm.text.answer_syntax import PLAIN_FORMAT, AnswerFormat
-from jaxllm.text.tokenizer import TokenBytes, Tokenizer
+from jaxllm.text.token_bytes import TokenBytes
+from jaxllm.text.tokenizer import Tokenizer
 
 # Maximum time of a dispatch before the engine counts as stuck.
 _STUCK_S = 120.0
@@ -198,7 +199,7 @@ class Backend:
         return await self._encode(lambda: tokenizer.decode(ids))
 
     async def token_bytes(self, ids: Sequence[int], *, begins: bool = False) -> Sequence[bytes]:
-        """The bytes of each token's text (see `jaxllm.text.tokenizer.TokenBytes`)."""
+        """The bytes of each token's text (see `jaxllm.text.token_bytes.TokenBytes`)."""
         self.require_executor()
         if len(self._known_bytes) > _MOST_KNOWN:
             # Not cleared: others may be waiting for a part of it.

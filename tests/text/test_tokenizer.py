@@ -18,7 +18,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxllm.errors import CheckpointError, ConfigError, TemplateError
 from jaxllm.serving.ground.bundles import open_model
-from jaxllm.text.tokenizer import TokenBytes, Tokenizer, TokenizerFiles
+from jaxllm.text.token_bytes import TokenBytes
+from jaxllm.text.tokenizer import Tokenizer, TokenizerFiles
 
 DATA = Path(os.environ.get("JAXLLM_DATA", Path(__file__).parents[2] / "../shared/data"))
 NOW = datetime.datetime(2031, 2, 3, 4, 5)

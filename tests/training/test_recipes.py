@@ -40,7 +40,11 @@ PAIRS, SIDES = tiny_recipe(), {"label": "a", "prefix": "a:"}
         (SMOKE, {"row_tokens": 64}, "at most the model's window"),
         (SMOKE, {"peak_learning_rate": "fast"}, "peak_learning_rate"),
         (SMOKE, {"sources": [{"path": "x"}]}, "malformed sources"),
-        (SMOKE, {"sources": [{"text": "a", "stories": "b"}]}, "one of text, stories, task, chat and pairs"),
+        (
+            SMOKE,
+            {"sources": [{"text": "a", "stories": "b"}]},
+            "stories, task, chat, functions and pairs",
+        ),
         (MOOD, {"lora": {"ranks": 3}}, "malformed lora"),
         (MOOD, {"lora": {"targets": ["attn.z"]}}, "no targets attn.z"),
         (SMALL, {"tasks": ["lambada"]}, "lambada has no options"),
@@ -71,7 +75,7 @@ def test_a_malformed_recipe_names_the_key(recipe, change, message):
 def test_recipes_are_found_by_name_or_path(tmp_path):
     with pytest.raises(ConfigError, match=r"the recipes are .*smoke, stories"):
         PretrainRecipe.load("story")
-    with pytest.raises(ConfigError, match="the recipes are large, mood"):
+    with pytest.raises(ConfigError, match="the recipes are functions, large, mood"):
         LoraRecipe.load("none")
     path = tmp_path / "mine.toml"
     path.write_text("steps = 3\n")
