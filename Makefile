@@ -126,7 +126,7 @@ $(VENV)-accelerators/.ready: pyproject.toml constraints.txt constraints-accelera
 
 # LlamaIndex needs an older `openai` than the others.
 $(VENV)-clients/.ready: $(wildcard tests/clients/requirements*.txt tests/clients/package.json)
-	for name in python llama_index; do $(PYTHON) -m venv $(VENV)-clients/$$name || exit 1; done
+	for name in python llama_index; do $(BIN)/python -m venv $(VENV)-clients/$$name || exit 1; done
 	$(VENV)-clients/python/bin/python -m pip install --quiet --no-deps --requirement tests/clients/requirements.txt
 	$(VENV)-clients/llama_index/bin/python -m pip install --quiet --no-deps \
 	  --requirement tests/clients/requirements-llama-index.txt
