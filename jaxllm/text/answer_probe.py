@@ -22,6 +22,7 @@ from jaxllm.text.answer_syntax import (
     JSON_OBJECT,
     JSON_TYPES,
     NAME,
+    THINKING_SWITCHES,
     AnswerFormat,
     CallSyntax,
     Elements,
@@ -171,7 +172,7 @@ class _Probe:
             return False
 
     def _switches(self) -> list[tuple[str, bool]]:
-        names = [each for each in ("enable_thinking", "thinking") if each in self._template.option_names]
+        names = [each for each in THINKING_SWITCHES if each in self._template.option_names]
         return [(name, value) for name in names[:1] for value in (True, False)]
 
     def _thought(self, head: str, before: str, prompts: Sequence[str]) -> tuple[str, str, bool, str]:
@@ -302,10 +303,7 @@ class _CallProbe:
         begin = text.rfind("{", start, at) if at >= 0 else -1
         if begin < 0:
             return None
-        try:
-            value, end = json.JSONDecoder().raw_decode(text, begin)
-        except ValueError:
-            return None
+        value, end = _decoded(text, begin)
         if not isinstance(value, dict):
             return None
         key = next((key for key, each in value.items() if each == name), None)
@@ -375,10 +373,7 @@ class _CallProbe:
         begin = text.find("{", after)
         if begin < 0:
             return None
-        try:
-            value, end = json.JSONDecoder().raw_decode(text, begin)
-        except ValueError:
-            return None
+        value, end = _decoded(text, begin)
         return (begin, end, {}) if value == self._values else None
 
     def _literals(self, text: str, after: int) -> tuple[int, int, dict[str, Any]] | None:
@@ -497,6 +492,14 @@ class _CallProbe:
             if at >= 0:
                 return at, at + len(form), python and form != json.dumps(value)
         return None
+
+
+def _decoded(text: str, begin: int) -> tuple[Any, int]:
+    """The JSON value that begins at a place, and its end; None for text that is none."""
+    try:
+        return json.JSONDecoder().raw_decode(text, begin)
+    except ValueError:
+        return None, begin
 
 
 def _slots(text: str) -> str:

@@ -1,4 +1,4 @@
-"""How models write their answers: syntaxes of thoughts, text and calls, and the markers around them."""
+"""Describes how models write answers: syntaxes of thoughts, text and calls, and the markers around them."""
 
 import dataclasses
 import json
@@ -120,6 +120,11 @@ class AnswerFormat:
         """Whether answers can have thoughts."""
         return bool(self.thought_closing)
 
+    def opened_by(self, prompt: str) -> bool:
+        """Whether a rendered prompt ends inside of an opened thought."""
+        opening = self.thought_opening.strip()
+        return prompt.rstrip().endswith(opening) if opening else self.opened
+
     @property
     def syntax(self) -> CallSyntax:
         """The syntax that calls are written and forced in."""
@@ -140,6 +145,9 @@ class AnswerFormat:
                 texts += [each.elements.before, *each.elements.between, each.elements.after]
         return "\n".join(texts)
 
+
+# Variables of templates that switch reasoning; the first one stands for whichever a template has.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 # The form for templates without tools, and the way of many models.
 GENERIC = CallSyntax(

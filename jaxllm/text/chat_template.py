@@ -23,6 +23,7 @@ import jinja2.nodes
 import numpy as np
 
 from jaxllm.errors import ConfigError, TemplateError, one_line
+from jaxllm.text.answer_syntax import THINKING_SWITCHES
 from jaxllm.text.child_process import ChildFailed, TextProcess
 from jaxllm.text.marked_text import MarkedText, Marks
 from jaxllm.text.template_program import RenderBounds, TemplateProgram, parse, variables_of
@@ -48,14 +49,13 @@ _OWN = frozenset(
 )  # fmt: skip
 # Names of the tools' variable, the best one first.
 _TOOLS = ("tools", "xml_tools", "functions")
-# What templates call the switch of thoughts, and a message's thought.
-_SWITCHES = ("enable_thinking", "thinking")
+# What templates call a message's thought.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning", "reasoning_text", "thought")
 # Options are the caller's and part of the prompt: they must not spell special tokens.
 _OPTION_TEXT = re.compile(r"[\w .,:;/+'()-]{0,256}")
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 # Options of many models, which the others ignore.
-_USUAL_OPTIONS = frozenset({"enable_thinking", "thinking", "reasoning_effort"})
+_USUAL_OPTIONS = frozenset({*THINKING_SWITCHES, "reasoning_effort"})
 _MAX_OPTIONS, _OPTION_DEPTH = 32, 3
 
 # SHA-256 of templates that are known to end: that of the packaged models and of the pretraining recipes.
@@ -260,8 +260,8 @@ class ChatTemplate:
                     f"or a list or map of these; got {value!r:.80}"
                 )
             known = name
-            if name in _SWITCHES and name not in self.option_names:
-                known = next((each for each in _SWITCHES if each in self.option_names), name)
+            if name in THINKING_SWITCHES and name not in self.option_names:
+                known = next((each for each in THINKING_SWITCHES if each in self.option_names), name)
             if known not in self.option_names and known not in _USUAL_OPTIONS:
                 there = ", ".join(sorted(self.option_names)[:12]) or "none"
                 raise ConfigError(f"the model's chat template has no option {name}; it reads {there}")

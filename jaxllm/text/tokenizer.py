@@ -198,6 +198,7 @@ class Tokenizer:
         """Whether `encode` begins a text with `bos_id`: a tokenizer may name that token without adding it."""
         return self.bos_id is not None and self.encode("a")[:1] == [self.bos_id]
 
+    @functools.cached_property
     def special_tokens(self) -> tuple[tuple[str, int], ...]:
         """The texts and ids of the special tokens, which have no text in `decode`."""
         found = ((text, self._tokenizer.token_id(text)) for text in self._tokenizer.spelled)
@@ -414,7 +415,7 @@ class Tokenizer:
 
         if not self.has_chat_template:
             return PLAIN_FORMAT
-        return with_tokens(self._template(["any"]).answer_format, self.special_tokens(), self.eos_ids)
+        return with_tokens(self._template(["any"]).answer_format, self.special_tokens, self.eos_ids)
 
     def _template(self, tools: Sequence[Any] = ()) -> "ChatTemplate":
         """The template of a conversation: some models have another one for tools."""

@@ -114,7 +114,7 @@ class GuidedDecoding(Decoding):
             return 1
         if self.matcher.unbounded:
             # States cannot be rolled back to the end of a thought.
-            most = getattr(self.matcher, "most_unbounded", None) or remaining
+            most = self.matcher.most_unbounded or remaining
             one = self.runner.cfg.states is not None
             return 1 if one else self.runner.decode_limit(pace, min(remaining, most))
         if self.waits and not self.matcher.soon():

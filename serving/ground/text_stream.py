@@ -43,7 +43,7 @@ class Detokenizer:
     def __init__(self, tokenizer: "Tokenizer", markers: Sequence[str] = ()) -> None:
         """Begins an answer; `markers` are special tokens whose text is shown."""
         self._tokenizer = tokenizer
-        known = tokenizer.special_tokens() if markers else ()
+        known = tokenizer.special_tokens if markers else ()
         self._markers = {number: text for text, number in known if text in markers}
         self._reset()
 

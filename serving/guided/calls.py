@@ -13,6 +13,7 @@ from jaxllm.text.answer_syntax import (
     NAME,
     AnswerFormat,
     element_text,
+    json_type,
     literal_text,
 )
 
@@ -365,8 +366,6 @@ def _of_kind(schema: Any, kind: str, kinds: Sequence[str]) -> dict[str, Any]:
     """The part of a schema for one of its types."""
     plain = dict(schema) if isinstance(schema, Mapping) else {}
     if isinstance(plain.get("enum"), list):
-        from jaxllm.text.answer_syntax import json_type
-
         plain["enum"] = [each for each in plain["enum"] if json_type(each) == kind]
     if "$ref" in plain or "const" in plain or "enum" in plain or not ("type" in plain or len(kinds) > 1):
         return plain

@@ -115,12 +115,12 @@ class Matcher:
     uses wait.
 
     Attributes:
-      unbounded: whether any token may follow; never here.
+      unbounded, most_unbounded: whether any tokens may follow, and how many; never here.
       channel: socket of its process, readable when the matcher is ready; None before it has one.
       completed: whether the end of the text was forced because the answer would have reached its length.
     """
 
-    unbounded = False
+    unbounded, most_unbounded = False, None
 
     def __init__(self, compiled: CompiledGrammar, most_tokens: int | None = None) -> None:
         """Begins an answer.

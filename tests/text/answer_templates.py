@@ -7,8 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.text.answer_format import AnswerFormat, make_scanner
+from jaxllm.text.answer_format import make_scanner
 from jaxllm.text.answer_parts import CallArguments, CallBegins, CallEnds, Part, Text, Thinking
+from jaxllm.text.answer_syntax import AnswerFormat
 from jaxllm.text.chat_template import ChatTemplate
 from jaxllm.text.template_program import TemplateProgram
 

@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 from urllib.parse import urljoin
 
-from jaxllm.text.answer_format import AnswerFormat
+from jaxllm.text.answer_syntax import AnswerFormat
 from tests.text.answer_templates import template_of
 
 _NAME = "llama_cpp_python-0.3.36.tar.gz"

@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.ground.text_stream import TextStream
-from jaxllm.text.answer_format import (
-    GENERIC,
-    JSON_OBJECT,
-    AnswerFormat,
-    CallSyntax,
-    begins_in_thought,
-    format_of,
-    written,
-)
+from jaxllm.text.answer_format import format_of, make_scanner
+from jaxllm.text.answer_syntax import GENERIC, JSON_OBJECT, AnswerFormat, CallSyntax, written
 from jaxllm.text.chat_template import ChatTemplate
 from jaxllm.text.known_formats import HARMONY, adjusted
 from jaxllm.text.tokenizer import Tokenizer
@@ -57,12 +50,16 @@ def test_the_prompt_opens_a_thought_unless_it_is_switched_off() -> None:
     files = dataclasses.replace(tiny_tokenizer(), chat_template=own.TEMPLATES["opened"])
     tokenizer = Tokenizer(files)
     assert tokenizer.answer_format.opened
-    assert begins_in_thought(tokenizer)
-    assert begins_in_thought(tokenizer, tools=True)
-    assert not begins_in_thought(tokenizer, {"enable_thinking": False})
-    # The other name of the switch.
-    assert not begins_in_thought(tokenizer, {"thinking": False})
     chat = [{"role": "user", "content": "x"}]
+
+    def opened(**options: Any) -> bool:
+        return tokenizer.answer_format.opened_by(tokenizer.render_chat(chat, now=own.NOW, **options))
+
+    assert opened()
+    assert opened(tools=own.TOOLS)
+    assert not opened(template_options={"enable_thinking": False})
+    # The other name of the switch.
+    assert not opened(template_options={"thinking": False})
     for options, message in (
         ({"messages": []}, "cannot be an option"), ({"tools": 1}, "cannot be an option"),
         ({"enable_thinking": "<|im_end|>"}, "short plain text"), ({"A b": 1}, "cannot be an option"),
@@ -186,7 +183,6 @@ def test_time_is_linear(unit: str) -> None:
 
 
 def test_arguments_come_in_pieces() -> None:
-    from jaxllm.text.answer_format import make_scanner
     from jaxllm.text.answer_parts import CallArguments, CallBegins
 
     for found, head, value in (
@@ -202,7 +198,7 @@ def test_arguments_come_in_pieces() -> None:
 
 def test_special_tokens_reach_the_scanner_and_no_text() -> None:
     tokenizer = Tokenizer(tiny_tokenizer())
-    begin, user = (dict(tokenizer.special_tokens())[each] for each in ("<|begin|>", "<|user|>"))
+    begin, user = (dict(tokenizer.special_tokens)[each] for each in ("<|begin|>", "<|user|>"))
     ids = [begin, *tokenizer.encode("caf\u00e9 x", add_special_tokens=False), user, begin]
     for markers, expected in (((), "caf\u00e9 x"), (("<|begin|>",), "<|begin|>caf\u00e9 x<|begin|>")):
         stream = TextStream(tokenizer, (), markers)

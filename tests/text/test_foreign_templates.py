@@ -9,7 +9,7 @@ import pytest
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.guided.calls import answer_grammar
 from jaxllm.serving.guided.compiler import GrammarCompiler
-from jaxllm.text.answer_format import written
+from jaxllm.text.answer_syntax import written
 from jaxllm.text.tokenizer import Tokenizer
 from tests.text import answer_templates as own
 from tests.text.foreign_templates import PAGE, block_of, collection, table

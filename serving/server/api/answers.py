@@ -27,7 +27,8 @@ from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Streamed
 from jaxllm.serving.server.api.tool_use import ToolUse
 from jaxllm.serving.server.calls import Call, CallPrompt, Conversation, Event
 from jaxllm.serving.server.limits import objective_from
-from jaxllm.text.answer_format import AnswerFormat, make_scanner
+from jaxllm.text.answer_format import make_scanner
+from jaxllm.text.answer_syntax import AnswerFormat
 
 _EVENTS = "text/event-stream"
 _KEEP_ALIVE = b": keep-alive\n\n"
@@ -382,7 +383,8 @@ async def answer_of(
     thinks = chats and answer_format.thinks
     # Whether the prompt ends within a thought: the model then writes only the rest of it.
     opened = thinks and await _opens_thought(state, prompts[0], answer_format, in_context=bool(context))
-    config = _config(state, body, params, thinks=thinks, opened=opened)
+    schema = _schema(body, params)
+    config = _config(state, body, params, _grammar(state, params, schema, thinks=thinks, opened=opened))
     adapter, scanner = state.adapter(body.adapter or params.adapter), None
     if thinks or params.use.called:
         config = dataclasses.replace(config, markers=tuple(text for text, _ in answer_format.special))
@@ -415,16 +417,22 @@ async def answer_of(
     generic = {"tool_format": "generic"} if params.use.tools and answer_format.generic else {}
     return Answer(
         state, calls, scanner, prompts=len(prompts), thinks=thinks, progress=bool(body.return_progress),
-        notes={**generic, **params.notes}, check=_check_of(params, body, answer_format),
+        notes={**generic, **params.notes}, check=_check_of(params.use, schema, answer_format),
     )  # fmt: skip
 
 
+def _schema(body: SamplingFields, params: AnswerParams) -> Grammar | None:
+    """The grammar of the answer's text: of the response format, or the extension."""
+    if body.grammar and params.grammar:
+        raise ApiError("grammar cannot be combined with a response format", param="grammar")
+    return params.grammar or _own_grammar(body.grammar)
+
+
 def _check_of(
-    params: AnswerParams, body: SamplingFields, answer_format: AnswerFormat
+    use: ToolUse, schema: Grammar | None, answer_format: AnswerFormat
 ) -> Callable[[Choice], str] | None:
     """A check of answers for what grammars do not enforce: of the response format, and of the arguments of
     calls that must match their tools' schemas."""
-    use, schema = params.use, params.grammar or _own_grammar(body.grammar)
     enforced = {
         each["function"]["name"]: Grammar(kind="json_schema", text=json.dumps(each["function"]["parameters"]))
         for each in use.called
@@ -453,13 +461,12 @@ async def _opens_thought(
 ) -> bool:
     """Whether a rendered prompt ends with the opening of a thought."""
     assert isinstance(prompt, Conversation)
-    if not (opening := answer_format.thought_opening.rstrip()):
+    if not answer_format.thought_opening:
         return answer_format.opened
     if in_context:
         # A turn alone, such as a tool's answer, may be no conversation to the template.
         prompt = dataclasses.replace(prompt, messages=({"role": "user", "content": "?"},), images=())
-    text = await state.backend.render(prompt)
-    return text.rstrip().endswith(opening)
+    return answer_format.opened_by(await state.backend.render(prompt))
 
 
 def _grammar(
@@ -487,11 +494,9 @@ def _grammar(
 
 
 def _config(
-    state: ApiState, body: SamplingFields, params: AnswerParams, *, thinks: bool, opened: bool
+    state: ApiState, body: SamplingFields, params: AnswerParams, grammar: Grammar | None
 ) -> GenerationConfig:
     """Length, stops, sampling and grammar of a request's answers."""
-    if body.grammar and params.grammar:
-        raise ApiError("grammar cannot be combined with a response format", param="grammar")
     biases = params.logit_bias or {}
     for token in biases:
         if not (token.isascii() and token.isdecimal() and len(token) <= 10):
@@ -514,9 +519,7 @@ def _config(
             **sampling_of(state, body, params.temperature),
         ),
         task=body.task or "",
-        grammar=_grammar(
-            state, params, params.grammar or _own_grammar(body.grammar), thinks=thinks, opened=opened
-        ),
+        grammar=grammar,
         top_logprobs=params.top_logprobs,
     )
 

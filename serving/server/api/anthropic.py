@@ -265,8 +265,10 @@ class _Blocks:
             return {"type": "text", "text": part.text}
         if part.kind == "reasoning":
             return {"type": "thinking", "thinking": part.text, "signature": self._signature(part.text)}
-        whole = {"input": msgspec.json.decode(part.text or "{}")} if part.whole else {}
-        return {"type": "tool_use", "id": part.id, "name": part.name, **whole} if part.whole else None
+        if not part.whole:
+            return None
+        given = msgspec.json.decode(part.text or "{}")
+        return {"type": "tool_use", "id": part.id, "name": part.name, "input": given}
 
     def _signature(self, text: str) -> str:
         return self._seals.signature(self._app, text)

@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from jaxllm.serving.server.api.errors import ApiError
-from jaxllm.text.answer_format import AnswerFormat
+from jaxllm.text.answer_syntax import THINKING_SWITCHES, AnswerFormat
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-# Variables of templates that switch reasoning; the first one stands for whichever a template has.
-_SWITCHES = ("enable_thinking", "thinking")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +55,11 @@ def reasoning_of(
       ApiError: a value is malformed, two contradict each other, or the model does not think and shall.
     """
     own = dict(template_options or {})
-    named = [Switch("wanted", own[name], f"chat_template_kwargs.{name}") for name in _SWITCHES if name in own]
+    named = [
+        Switch("wanted", own[name], f"chat_template_kwargs.{name}")
+        for name in THINKING_SWITCHES
+        if name in own
+    ]
     said: Switch | None = None
     found: dict[str, Switch] = {}
     for each in (*switches, *named):
@@ -83,7 +85,7 @@ def reasoning_of(
     # A model without reasoning is not switched, and obeys a demand not to reason.
     options: dict[str, Any] = {}
     if answer_format.thinks and wanted is not None:
-        options[_SWITCHES[0]] = wanted
+        options[THINKING_SWITCHES[0]] = wanted
     if answer_format.thinks and wanted is not False and level is not None and level.value != "none":
         options["reasoning_effort"] = level.value
     most_tokens = most.value if most is not None and most.value > 0 else None

@@ -14,7 +14,7 @@ from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.guided.calls import answer_grammar
 from jaxllm.serving.guided.compiler import GrammarCompiler, Matcher
 from jaxllm.serving.guided.grammar import Grammar
-from jaxllm.text.answer_format import GENERIC, JSON_OBJECT, AnswerFormat, written
+from jaxllm.text.answer_syntax import GENERIC, JSON_OBJECT, AnswerFormat, written
 from jaxllm.text.tokenizer import Tokenizer
 from tests.text import answer_templates as own
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
@@ -173,7 +173,7 @@ def test_forced_calls_are_read_and_match(
 def test_markers_that_are_special_tokens_are_forced_as_tokens(
     compiler: GrammarCompiler, tokenizer: Tokenizer
 ) -> None:
-    ids = dict(tokenizer.special_tokens())
+    ids = dict(tokenizer.special_tokens)
     syntax = dataclasses.replace(GENERIC, opening="<|user|>call ", closing="<|begin|><|end|>")
     found = AnswerFormat(calls=(syntax,), special=tuple(ids.items()), ends=("<|end|>",))
     stops = GenerationConfig().stop_ids(tokenizer.eos_ids)

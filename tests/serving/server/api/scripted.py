@@ -10,7 +10,8 @@ import pytest
 from jaxllm.serving.guided.calls import answer_grammar
 from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server.api import answers
-from jaxllm.text.answer_format import AnswerFormat, format_of
+from jaxllm.text.answer_format import format_of
+from jaxllm.text.answer_syntax import AnswerFormat
 from jaxllm.text.chat_template import ChatTemplate
 
 # As Qwen3's own.
