@@ -2,8 +2,9 @@
 
 It holds the order of units, the levels, each level's adapter and the tiny LM, as the parts of an elastic
 bundle, in one safetensors file of a few megabytes. Adapters have 8 bits, with a scale for each rank: they
-correct quantized weights, and their own rounding is far below that. A sample of the checkpoint's numbers
-shows whether a kit is for it: other widths of the same weights, and weights trained a little further, fit.
+correct quantized weights, and their own rounding is far below that. The tiny LM's weights have 16. A sample
+of the checkpoint's numbers shows whether a kit is for it: other widths of the same weights, and weights
+trained a little further, fit.
 """
 
 import dataclasses
@@ -32,6 +33,7 @@ _SAMPLES = 64
 _MOST_DISTANCE = 0.25
 _SAMPLE, _LEVELS = "sample", "levels"
 _ADAPTERS = "recovery."
+_TINY_LM = "tiny-lm"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -138,7 +140,8 @@ def write_kit(
                 arrays[f"{part}/{name}/{_LEVELS}"] = np.rint(wide / scale).astype(np.int8)
                 arrays[f"{part}/{name}/scale"] = scale.astype(np.float32)
             else:
-                arrays[f"{part}/{name}"] = np.ascontiguousarray(value)
+                half = part == _TINY_LM and value.dtype == np.float32
+                arrays[f"{part}/{name}"] = np.ascontiguousarray(value, np.float16 if half else value.dtype)
     facts = {part: each.facts for part, each in parts.items()}
     metadata = {"format": _FORMAT, "model": json.dumps(cfg.to_json()), "facts": json.dumps(facts)}
     with atomic_file(Path(path)) as file:
@@ -178,6 +181,8 @@ def read_kit(path: str | os.PathLike[str]) -> Kit:
                 value = (value * arrays[f"{part}/{rest}/scale"]).astype(np.float16)
             elif part.startswith(_ADAPTERS):
                 continue
+            elif part == _TINY_LM and value.dtype == np.float16:
+                value = value.astype(np.float32)
             own[part][rest] = value
         sample = own.pop(_SAMPLE)
         return Kit(path, cfg, {part: Part(parts[part].facts, own[part]) for part in parts}, sample)

@@ -120,10 +120,15 @@ def adapter_of_level(cfg: ModelConfig, part: ModelConfig, lora: LoraConfig, seed
       lora: config of the adapter.
       seed: seed of its random factors.
     """
+    return wide_adapter(cfg, jax.device_get(init_adapter(part, lora, jax.random.key(seed))))
+
+
+def wide_adapter(cfg: ModelConfig, adapter: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """An adapter of a level in the shapes of the whole model: zero for units that the level lacks."""
     wide = {}
-    for name, value in jax.device_get(init_adapter(part, lora, jax.random.key(seed))).items():
+    for name, value in adapter.items():
         parameter, _, side = name.rpartition(".")
-        shape = adapter_shapes(cfg, parameter, lora.rank)[side == "right"]
+        shape = adapter_shapes(cfg, parameter, adapter[f"{parameter}.right"].shape[-2])[side == "right"]
         wide[name] = np.pad(value, [(0, more - own) for own, more in zip(value.shape, shape, strict=True)])
     return wide
 
@@ -268,10 +273,11 @@ def joint_job(
 
 
 def level_job(
-    cfg: ModelConfig, params: Params, ladder: Ladder, recipe: LoraRecipe, *, adapters: bool = True
+    cfg: ModelConfig, params: Params, ladder: Ladder, recipe: ElasticRecipe, *, adapters: bool = True
 ) -> Job:
     """Returns the job that trains the adapter of a level over frozen weights, or only measures without
-    `adapters`.
+    `adapters`. The training loss is a mixture by `recipe.teacher_share` of the divergence from the whole
+    model's distribution and of the next-token loss; the held-out loss is the latter.
 
     The counts among the frozen arrays define the level: first those of the whole model; `Trainer.beside`
     switches to another.
@@ -283,14 +289,33 @@ def level_job(
       recipe: recipe of the adapters.
     """
     frozen: dict[str, Any] = {**params, **level_counts(cfg, ladder, FULL_LEVEL)}
-    job = lora_job(cfg, frozen, recipe)
+    job, share = lora_job(cfg, frozen, recipe), recipe.teacher_share if adapters else 0.0
+    dtype, scaling = jnp.dtype(recipe.computed_in), recipe.lora.scaling
+
+    def at_counts(adapter: Params, frozen: Params) -> tuple[Params, Params]:
+        counts = {name: each for name, each in frozen.items() if name.endswith(PARAMETER)}
+        return used_experts(adapter, counts), used_experts(frozen, counts)
 
     def losses(adapter: Params, frozen: Params, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:
-        counts = {name: each for name, each in frozen.items() if name.endswith(PARAMETER)}
-        return job.losses(used_experts(adapter, counts), used_experts(frozen, counts), batch)
+        return job.losses(*at_counts(adapter, frozen), batch)
+
+    def taught(
+        adapter: Params, frozen: Params, batch: AnyBatch, key: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        del key
+        whole = {name: each for name, each in frozen.items() if not name.endswith(PARAMETER)}
+        wanted = outputs_of_any(whole, batch, cfg=cfg, dtype=dtype)
+        own, params = at_counts(adapter, frozen)
+        ours = outputs_of_any(adapt(params, own, scaling), batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
+        return distillation_losses(ours, wanted, batch, teacher_share=share), jnp.zeros(())
 
     init = adapter_of_level(cfg, cfg, recipe.lora, recipe.seed) if adapters else {}
-    return dataclasses.replace(job, init=init, losses=losses)
+    flops = step_flops_per_token(cfg, recipe.row_tokens, adapter=True)
+    if share:
+        flops += step_flops_per_token(cfg, recipe.row_tokens) / 3
+    return dataclasses.replace(
+        job, init=init, losses=losses, sampled_losses=taught if share else None, flops_per_token=flops
+    )
 
 
 def cut_level_job(
@@ -303,8 +328,7 @@ def cut_level_job(
 ) -> Job:
     """Returns the job that trains the adapter of a level over the level's own frozen weights.
 
-    The training loss is a mixture by `recipe.teacher_share` of the divergence from the whole model's
-    distribution and of the next-token loss; the held-out loss is the latter.
+    Losses are those of `level_job`.
 
     Args:
       cfg: config of the whole decoder.

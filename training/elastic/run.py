@@ -53,6 +53,7 @@ from jaxllm.training.elastic.job import (
     joint_job,
     level_counts,
     level_job,
+    wide_adapter,
 )
 from jaxllm.training.elastic.tiny_lm.labels import ElasticModel
 from jaxllm.training.elastic.tiny_lm.recipe import TinyLmRun
@@ -222,7 +223,10 @@ def recover_levels(
         if cut and level != FULL_LEVEL:
             trainer = Trainer(cut_level_job(cfg, served, ladder, level, recipe, adapter), recipe, state.mesh)
         else:
-            init = adapter_of_level(cfg, part, recipe.lora, recipe.seed) if counted else {}
+            new = counted and not adapter
+            init = (
+                adapter_of_level(cfg, part, recipe.lora, recipe.seed) if new else wide_adapter(cfg, adapter)
+            )
             trainer = whole.beside(init, level_counts(cfg, ladder, level))
         if level == FULL_LEVEL or not adapters:
             loss, _ = trainer.evaluate(trainer.initial().params, splits.held_out_batches())
@@ -231,7 +235,7 @@ def recover_levels(
         stage = state.run.stage("levels", str(level), traced=level == largest_first[1])
         start, best = tune(trainer, splits, stage)
         loss = start
-        if cut and adapter:
+        if adapter:
             # It began at the adapter of a larger level; a new one changes nothing.
             without = jax.tree.map(jnp.zeros_like, trainer.initial().params)
             loss, _ = trainer.evaluate(without, splits.held_out_batches())

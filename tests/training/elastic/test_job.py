@@ -16,13 +16,14 @@ from jaxllm.models.parameters import init_params
 from jaxllm.models.scanned_layers import stacked
 from jaxllm.training.data.rows import Batch
 from jaxllm.training.data.sources import Source
-from jaxllm.training.decoders import LoraRecipe, lora_job
 from jaxllm.training.elastic import importance
 from jaxllm.training.elastic.importance import Importance, measure
 from jaxllm.training.elastic.job import (
+    ElasticRecipe,
     adapter_of_level,
     at_level,
     cut_adapter,
+    cut_level_job,
     divergence_job,
     joint_job,
     level_counts,
@@ -105,7 +106,7 @@ def test_a_ladder_of_one_level_trains_the_whole_which_stays_close_to_the_origina
 
 # Levels as counts of used units: losses and gradients of models cut to the level, by one compiled step.
 THREE = Ladder(levels=(30, 60, 100), anchors=(1,))
-ADAPTERS = LoraRecipe(
+ADAPTERS = ElasticRecipe(
     steps=3, batch=2, row_tokens=24, peak_learning_rate=1e-2, warmup_steps=0, lora=LoraConfig(rank=2),
     sources=(Source(text="text.txt"),),
 )  # fmt: skip
@@ -150,11 +151,12 @@ def test_stacked_layers_take_the_same_counts():
     np.testing.assert_allclose(run(stacks), run(at_level(params, counts, cfg)), rtol=1e-5)
 
 
-def test_all_levels_train_by_one_step_and_as_if_cut():
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_all_levels_train_by_one_step_and_as_if_cut(share):
     cfg = two_layers("llama")
     ladder, params, of = dataclasses.replace(THREE, anchors=()), scaled_params(cfg), batch()
-    mesh = make_mesh(MeshShape(data=1), 1)
-    whole = Trainer(level_job(cfg, params, ladder, ADAPTERS), ADAPTERS, mesh)
+    mesh, recipe = make_mesh(MeshShape(data=1), 1), dataclasses.replace(ADAPTERS, teacher_share=share)
+    whole = Trainer(level_job(cfg, params, ladder, recipe), recipe, mesh)
 
     def trained(trainer):
         state, losses = trainer.initial(), []
@@ -170,8 +172,9 @@ def test_all_levels_train_by_one_step_and_as_if_cut():
         )
         adapter, losses = trained(beside)
         if level == 30:
-            cut = sub_model(jax.tree.map(jnp.asarray, params), part)
-            alone, wanted = trained(Trainer(lora_job(part, cut, ADAPTERS), ADAPTERS, mesh))
+            arrays = jax.tree.map(jnp.asarray, params)
+            job = cut_level_job(cfg, arrays, ladder, level, recipe, {})
+            alone, wanted = trained(Trainer(job, recipe, mesh))
             np.testing.assert_allclose(losses, wanted, rtol=1e-4)
             for name, value in cut_adapter(part, jax.device_get(adapter)).items():
                 np.testing.assert_allclose(value, alone[name], atol=1e-3, err_msg=name)

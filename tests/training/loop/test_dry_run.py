@@ -1,6 +1,7 @@
 """Dry runs: figures from the compiled step and of the hardware, and what to change where memory is short."""
 
 import dataclasses
+import functools
 import json
 import re
 import shutil
@@ -186,7 +187,8 @@ def lowered(kind, row_tokens, platform, precision="bfloat16"):
         "precision": precision,
     }  # fmt: skip
     if kind in ("lora", "level"):
-        recipe = LoraRecipe(**settings, sources=(Source(text="text.txt"),))
+        made = LoraRecipe if kind == "lora" else functools.partial(ElasticRecipe, teacher_share=1.0)
+        recipe = made(**settings, sources=(Source(text="text.txt"),))
     if kind == "lora":
         trainer, frozen = Trainer(lora_job(cfg, {}, recipe), recipe, mesh, stack=True), half
     elif kind == "level":

@@ -171,7 +171,6 @@ def answer(
       ConfigError: a question does not fit the model's window, or the model lacks a level.
     """
     window = model.cfg.window_tokens
-    lengths = (SHORT_ROW_TOKENS, window) if window > SHORT_ROW_TOKENS else (window,)
     shortened = [
         shorten(model.tokenizer, question, each, prompt_ratios)
         for question, each in zip(questions, scores, strict=True)
@@ -184,7 +183,9 @@ def answer(
     longest = max((each.longest_tokens for each in asked), default=0)
     if longest > window:
         raise ConfigError(f"a question has {longest} tokens with its answer, the model reads {window}")
-    pieces = cut(asked, lengths)
+    # A power of two: a window can be much longer than any question.
+    row = min(1 << max(longest - 1, 0).bit_length(), window)
+    pieces = cut(asked, tuple(sorted({min(SHORT_ROW_TOKENS, row), row})))
     rows = {length: max(1, DISPATCH_TOKENS // length) for length in pieces}
     correct = np.zeros((len(questions), len(levels), len(prompt_ratios)), bool)
     for place, level in enumerate(levels):
