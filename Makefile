@@ -50,12 +50,12 @@ test-arm: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/kernels/test_arm.py --durations=5
 
 # The formats of other runtimes, in an environment of their own: their converter needs older packages.
-test-export: $(VENV)-export/.ready
-	$(VENV)-export/bin/python -m pytest -p no:anyio --numprocesses auto --maxprocesses 4 --dist loadfile \
+test-export: $(VENV)-export/.ready $(VENV)-export/swiftshader/libvk_swiftshader.so
+	JAXLLM_SWIFTSHADER=$(abspath $(VENV)-export)/swiftshader $(VENV)-export/bin/python -m pytest -p no:anyio --numprocesses auto --maxprocesses 4 --dist loadfile \
 	  tests/export/test_tflite.py tests/export/test_litertlm.py tests/export/test_device.py \
 	  tests/export/test_blocks.py tests/export/test_inputs.py tests/export/test_native.py \
 	  tests/export/test_encoder_decoders.py tests/export/test_npu.py tests/export/test_w8a8.py \
-	  tests/export/test_families.py
+	  tests/export/test_families.py tests/export/test_accelerators.py
 
 # Chat templates of llama.cpp's collection, which the package index has; they are kept in $(VENV).
 test-foreign: $(VENV)/.dev
@@ -116,6 +116,15 @@ $(VENV)-export/.ready: constraints-export.txt
 	$(PYTHON) -m venv $(VENV)-export
 	$(VENV)-export/bin/python -m pip install --quiet --no-compile --no-deps --requirement constraints-export.txt
 	touch $@
+
+# A driver of a GPU that computes on the CPU, with a loader: those of an installed Chrome, or of Debian's Chromium.
+$(VENV)-export/swiftshader/libvk_swiftshader.so:
+	mkdir -p $(@D)
+	place=$$(ls -d /opt/google/chrome /usr/lib/chromium 2> /dev/null | head -n 1); \
+	if [ -z "$$place" ]; then cd $(@D) && apt-get download -qq chromium-common && dpkg -x chromium-common_*.deb . \
+	  && rm chromium-common_*.deb && place=usr/lib/chromium; cd - > /dev/null; place=$(@D)/$$place; fi; \
+	cp "$$place/libvk_swiftshader.so" "$$place/libvulkan.so.1" $(@D)
+	rm -rf $(@D)/usr $(@D)/etc
 
 $(VENV)-accelerators/.ready: pyproject.toml constraints.txt constraints-accelerators.txt
 	$(PYTHON) -m venv $(VENV)-accelerators

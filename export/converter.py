@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from jaxllm.errors import ConfigError, one_line
+from jaxllm.export.lookups import content_of, put_lookups
 from jaxllm.export.quantized import FAKE_QUANT
 from jaxllm.kernels.native import without_native_kernels
 
@@ -190,11 +191,12 @@ def share_buffers(data: bytes, halves: Sequence[np.ndarray] = ()) -> tuple[bytes
     from ai_edge_litert import schema_py_generated as schema
 
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(data, 0))
+    put_lookups(schema, model, data)
     if halves:
         _put_halves(schema, model, data, halves)
     large: list[tuple[Any, memoryview]] = []
     for buffer in model.buffers:
-        content = _content(buffer, data)
+        content = content_of(buffer, data)
         if len(content) >= _LEAST_SHARED_BYTES:
             large.append((buffer, content))
     blobs: list[memoryview] = []
@@ -268,7 +270,7 @@ def _put_halves(schema: Any, model: Any, data: bytes, halves: Sequence[np.ndarra
     for subgraph in model.subgraphs:
         added = []
         for index, tensor in enumerate(list(subgraph.tensors)):
-            content = _content(model.buffers[tensor.buffer], data)
+            content = content_of(model.buffers[tensor.buffer], data)
             if tensor.type != schema.TensorType.FLOAT32 or xxhash.xxh3_128_digest(content) not in known:
                 continue
             buffer, source, operator = schema.BufferT(), copy.copy(tensor), schema.OperatorT()
@@ -285,9 +287,3 @@ def _put_halves(schema: Any, model: Any, data: bytes, halves: Sequence[np.ndarra
         subgraph.operators[:0] = added
     for index in replaced:
         model.buffers[index] = schema.BufferT()
-
-
-def _content(buffer: Any, data: bytes) -> memoryview:
-    if buffer.size and buffer.offset > 1:
-        return memoryview(data)[buffer.offset : buffer.offset + buffer.size]
-    return memoryview(b"") if buffer.data is None else np.ascontiguousarray(buffer.data, np.uint8).data

@@ -412,17 +412,12 @@ def run_layers(weights: Arrays, inputs: Arrays, *, cfg: ModelConfig, with_logits
             cos, sin = ANGLES[rope is not cfg.rope]
             rotary = inputs[cos][0, 0], inputs[sin][0, 0]
         keys, values = inputs[KEYS.format(layer)], _turned(inputs[VALUES.format(layer)])
-        room = keys.shape[2]
-        # New tokens come after the cache, and overwrite none of its rows.
-        more = jnp.zeros((*keys.shape[:2], count, keys.shape[3]), keys.dtype)
-        past = Past(jnp.concatenate([keys, more], axis=2), jnp.concatenate([values, more], axis=2))
         at = TokenPositions(
-            jnp.arange(room, room + count, dtype=jnp.int32), jnp.int32(count), consecutive=True, mask=mask
+            jnp.arange(count, dtype=jnp.int32), jnp.int32(count), consecutive=True, mask=mask, apart=True
         )
         own = layer_of(params, layer)
-        x, past, _ = forward_layer(own, x, at, past, cfg=plain, layer=layer, order=rotary)
-        found[SLICE_KEYS.format(layer)] = past.keys[:, :, room:]
-        found[SLICE_VALUES.format(layer)] = _turned(past.values[:, :, room:])
+        x, past, _ = forward_layer(own, x, at, Past(keys, values), cfg=plain, layer=layer, order=rotary)
+        found[SLICE_KEYS.format(layer)], found[SLICE_VALUES.format(layer)] = past.keys, _turned(past.values)
     if with_logits:
         hidden = normalize(x, LayerParams(params, "").norm("final_norm", cfg))
         found[LOGITS] = logits(params, hidden, cfg=cfg)

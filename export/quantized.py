@@ -167,7 +167,8 @@ def annotated(
 
 def _product(rows: jax.Array, matrix: jax.Array, axis: int, *, channel_scales: np.ndarray) -> jax.Array:
     weight = quantized_matrix(matrix, axis, channel_scales)
-    return plain_product(fake_quant(rows, np.zeros(0)), weight, -1)
+    # Of one sequence: LiteRT's accelerators take 8-bit products of three dimensions alone.
+    return plain_product(fake_quant(rows[None], np.zeros(0)), weight, -1)[0]
 
 
 def quantized_matrix(matrix: jax.Array, axis: int, channel_scales: np.ndarray) -> jax.Array:
@@ -177,9 +178,9 @@ def quantized_matrix(matrix: jax.Array, axis: int, channel_scales: np.ndarray) -
 
 
 def plain_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
-    """Multiplies `rows` `[M, N]` by a matrix whose `axis` is contracted."""
+    """Multiplies `rows` `[..., N]` by a matrix whose `axis` is contracted."""
     contracted = 1 if axis == -1 else 0
-    return jax.lax.dot_general(rows, matrix, (((1,), (contracted,)), ((), ())))
+    return jax.lax.dot_general(rows, matrix, (((rows.ndim - 1,), (contracted,)), ((), ())))
 
 
 def fake_quant(x: jax.Array, scales: np.ndarray, axis: int | None = None) -> jax.Array:

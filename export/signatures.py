@@ -165,8 +165,10 @@ class ExportPlan:
         )
 
     def room(self, signature: Signature) -> int:
-        """Positions of a signature's caches (S)."""
-        return signature.cache_tokens or self.context_tokens
+        """Positions of a signature's caches (S). With masks the longest chunk fits after any token of the
+        context, padding included, so that programs write it as it is."""
+        more = self.chunk_tokens[-1] if self.masked else 0
+        return (signature.cache_tokens or self.context_tokens) + more
 
     def interface(self, signature: Signature, subject: Subject, cache_dtype: np.dtype) -> Interface:
         """The arrays of a signature's program besides its weights; `self` is resolved."""

@@ -137,7 +137,8 @@ def run_step(
       caches: `kv_cache_k_i`, `kv_cache_v_i` `[1, K, S, H]`.
       inputs: `tokens` and `input_pos` (see the module), for an encoder-decoder the source's arrays; for
         runtimes that make the attention mask themselves `mask` `[1, 1, T, S]` bool, the positions that each
-        token attends to, instead of all up to its own.
+        token attends to, instead of all up to its own; padding is then written, too, into rows that the
+        caches must have.
       options: options of the model.
       with_logits: whether to run the head.
 
@@ -149,10 +150,12 @@ def run_step(
     axes.check(jnp.int32, "1 T", tokens=tokens)
     axes.check(jnp.int32, "T", input_pos=positions)
     count = tokens.shape[1]
-    real = positions == positions[0] + jnp.arange(count, dtype=jnp.int32)
-    at = TokenPositions.after(positions[0], count, jnp.sum(real, dtype=jnp.int32))
     if MASK in inputs:
-        at = dataclasses.replace(at, mask=inputs[MASK][0, 0])
+        # Each token has the angles of its own position: accelerators take no dynamic shapes or scalars.
+        at = TokenPositions(positions, jnp.int32(count), None, True, inputs[MASK][0, 0], roomy=True)
+    else:
+        real = positions == positions[0] + jnp.arange(count, dtype=jnp.int32)
+        at = TokenPositions.after(positions[0], count, jnp.sum(real, dtype=jnp.int32))
     return _step(weights, caches, inputs, at, options, with_logits)
 
 

@@ -51,7 +51,12 @@ class TokenPositions:
       tree: rows and mask of a token tree; None: rows are positions, and a token attends to all positions
         before it.
       consecutive: whether the rows are consecutive, from the first position on.
-      mask: `[T, S]` bool, explicit rows that each token attends to besides its own; without a tree.
+      mask: `[T, S]` bool, the rows that each token attends to, in place of those up to its own; without a
+        tree.
+      roomy: whether consecutive rows exist for all T tokens, so that padding is written as well: nothing
+        attends to it before other tokens replace it.
+      apart: whether keys and values of the new tokens take the cache's place in the results, and are not
+        written; the mask then is of the cache's rows, followed by the new tokens.
     """
 
     positions: jax.Array
@@ -59,6 +64,8 @@ class TokenPositions:
     tree: TreePositions | None = None
     consecutive: bool = dataclasses.field(metadata={"static": True}, default=False)
     mask: jax.Array | None = None
+    roomy: bool = dataclasses.field(metadata={"static": True}, default=False)
+    apart: bool = dataclasses.field(metadata={"static": True}, default=False)
 
     @classmethod
     def after(cls, length: jax.Array, count: int, valid: jax.Array) -> "TokenPositions":
@@ -98,8 +105,7 @@ class TokenPositions:
         """
         row = jnp.arange(keys, dtype=jnp.int32)[None, :]
         if self.mask is not None:
-            # Include its own row, so that padding, which may attend to nothing, stays finite.
-            before = self.mask[:, :keys] | (row == self.rows[:, None])
+            before = self.mask
         elif self.tree is None:
             before = row <= self.rows[:, None]
         else:
@@ -150,7 +156,7 @@ class TokenPositions:
         axes.check(jnp.floating, "B K T H", new=new)
         if self.consecutive:
             start = self.positions[0] if before is None else self.positions[0] - before
-            return write_rows(rows, new, start, self.valid, slot)
+            return write_rows(rows, new, start, None if self.roomy else self.valid, slot)
         real = jnp.arange(len(self.positions), dtype=jnp.int32) < self.valid
         # Row S does not exist: `mode="drop"` drops padding.
         own = self.rows if before is None else self.rows - before
@@ -166,7 +172,7 @@ def write_rows(
     rows: jax.Array,
     new: jax.Array,
     start: jax.Array,
-    valid: jax.Array,
+    valid: jax.Array | None,
     slot: jax.Array | np.integer | None = None,
 ) -> jax.Array:
     """Writes the first `valid` of `new` `[B, K, T, H]` at positions `start...` of `rows` `[B, K, S, H]`, or
@@ -175,7 +181,7 @@ def write_rows(
     Exactly those positions change, even if `start + T > S`: `dynamic_update_slice` would clamp the start
     and shift the chunk onto older rows, so the replaced block is read back, the valid rows are merged into
     it, and the block is written whole. Rows past S are dropped. A single row (T = 1) is written directly:
-    it must be valid and `start < S`.
+    it must be valid and `start < S`. So are all rows if `valid` is None: `start + T <= S`.
     """
     axes = Axes("write_rows")
     axes.check(jnp.floating, "B K S H" if slot is None else "* B K S H", rows=rows)
@@ -184,14 +190,15 @@ def write_rows(
     capacity, length = rows.shape[-2], new.shape[2]
     new = new.astype(rows.dtype)
     zero = np.int32(0)
+    # Exported programs would add the axis's length to a negative start.
+    update = functools.partial(jax.lax.dynamic_update_slice, allow_negative_indices=False)
 
     def put(block: jax.Array, at: jax.Array) -> jax.Array:
         if slot is None:
-            return jax.lax.dynamic_update_slice(rows, block, (zero, zero, at, zero))
-        return jax.lax.dynamic_update_slice(rows, block[None], (slot, zero, zero, at, zero))
+            return update(rows, block, (zero, zero, at, zero))
+        return update(rows, block[None], (slot, zero, zero, at, zero))
 
-    if length == 1:
-        # One valid row always fits.
+    if length == 1 or valid is None:
         return put(new, start)
     if length > capacity:
         # A chunk longer than the cache: only its first S rows can be valid.

@@ -152,13 +152,19 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     `cos`, `sin` are `[T, R]`, or `[B, T, R]` if sequences of the batch differ in their positions.
     """
     half = cos.shape[-1]
-    lead = (cos.shape[0] if cos.ndim == 3 else 1, cos.shape[-2]) + (1,) * (x.ndim - 3) + (half,)
-    cos, sin = cos.reshape(lead), sin.reshape(lead)
-    first = x[..., :half].astype(jnp.float32)
-    second = x[..., half : 2 * half].astype(jnp.float32)
-    parts = [first * cos - second * sin, second * cos + first * sin]
-    turned = jnp.concatenate(parts, axis=-1).astype(x.dtype)
-    return jnp.concatenate([turned, x[..., 2 * half :]], axis=-1)
+    lead = (cos.shape[0] if cos.ndim == 3 else 1, cos.shape[-2], 1, 2 * half)
+    # Of both halves at once: runtimes of exported programs start fewer operations.
+    turns = jnp.concatenate([cos, cos], axis=-1).reshape(lead)
+    # A product, since some accelerators have no negation.
+    across = jnp.concatenate([sin * np.float32(-1), sin], axis=-1).reshape(lead)
+    heads = x.reshape(*x.shape[:2], -1, x.shape[-1])
+    first, second = heads[..., :half], heads[..., half : 2 * half]
+    straight = heads if half * 2 == x.shape[-1] else heads[..., : 2 * half]
+    swapped = jnp.concatenate([second, first], axis=-1).astype(jnp.float32)
+    turned = (straight.astype(jnp.float32) * turns + swapped * across).astype(x.dtype)
+    if half * 2 != x.shape[-1]:
+        turned = jnp.concatenate([turned, heads[..., 2 * half :]], axis=-1)
+    return turned.reshape(x.shape)
 
 
 def causal_mask(positions: jax.Array, keys: int, window: int) -> jax.Array:
@@ -184,7 +190,7 @@ def attention(
     Args:
       q: queries `[B, T, K, G, H]`.
       k, v: keys and values `[B, K, S, H]`.
-      mask: `[T, S]` or `[B, T, S]` bool, True = attend; or `[K, T, G, S]` float32, added to scores
+      mask: `[T, S]` or `[B, T, S]` bool, True = attend; or `[K, G, T, S]` float32, added to scores
         (relative positions), `MASKED` for keys that are not attended to.
       scale: factor of the scores.
       softcap: bound of scores by tanh when positive (Gemma 2).
@@ -203,39 +209,72 @@ def attention_by(options: "AttentionOptions") -> Attend:
     return lambda q, k, v, mask: _weighted(v, _weights(q, k, mask, options), q)
 
 
-def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, options: "AttentionOptions") -> jax.Array:
-    """Attention weights `[B, K, T, G, S]` float32."""
+# Arrays of one sequence have four dimensions here: accelerators of phones take no more.
+
+
+def _attend_apart(
+    q: jax.Array,
+    past: tuple[jax.Array, jax.Array],
+    fresh: tuple[jax.Array, jax.Array],
+    mask: jax.Array,
+    options: "AttentionOptions",
+) -> jax.Array:
+    """Attention over keys and values of a cache and of new tokens, which are nowhere side by side."""
+    parts = [_scores(q, keys) for keys, _ in (past, fresh)]
+    weights = _masked(jnp.concatenate(parts, axis=-1), q, mask, options)
+    rows = past[0].shape[2]
+    return _weighted(past[1], weights[..., :rows], q) + _weighted(fresh[1], weights[..., rows:], q)
+
+
+def _by_head(q: jax.Array) -> jax.Array:
+    """Queries `[B, T, K, G, H]` of each kv head, `[B, K, G·T, H]`: they share its keys, so that there is one
+    product for each."""
     batch, new, kv_heads, group, width = q.shape
-    # The G queries of every token share one kv head's keys: one [T·G, H] x [H, S] product per head.
-    rows = q.transpose(0, 2, 1, 3, 4).reshape(batch, kv_heads, new * group, width)
-    scores = jnp.einsum("bkrh,bksh->bkrs", rows, k.astype(q.dtype), preferred_element_type=jnp.float32)
-    scores = scores * np.float32(options.scale)
+    heads = q.reshape(batch, new, kv_heads * group, width).transpose(0, 2, 1, 3)
+    return heads.reshape(batch, kv_heads, group * new, width)
+
+
+def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, options: "AttentionOptions") -> jax.Array:
+    """Attention weights `[B, K·G, T, S]` float32."""
+    return _masked(_scores(q, k), q, mask, options)
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Products of queries and keys `[B, K, G·T, S]` float32."""
+    keys = k.astype(q.dtype)
+    return jnp.einsum("bkrh,bksh->bkrs", _by_head(q), keys, preferred_element_type=jnp.float32)
+
+
+def _masked(scores: jax.Array, q: jax.Array, mask: jax.Array, options: "AttentionOptions") -> jax.Array:
+    """Attention weights `[B, K·G, T, S]` of the scores of queries."""
+    batch, new, kv_heads, group, _ = q.shape
+    scores = scores.reshape(batch, kv_heads * group, new, -1) * np.float32(options.scale)
     if options.softcap:
         scores = jnp.tanh(scores / np.float32(options.softcap)) * np.float32(options.softcap)
-    scores = scores.reshape(batch, kv_heads, new, group, -1)
     # Masked by addition, not `where`: runtimes of exported programs have fast kernels only for addition. A
     # score vanishes in float32 rounding when added to MASKED, so the result is the same.
     if mask.dtype != jnp.bool_:
-        return _softmax(scores + mask, options.sink_logits)
+        return _softmax(scores + mask.reshape(1, kv_heads * group, new, -1), options.sink_logits)
     bias = jnp.where(mask, np.float32(0), np.float32(MASKED))
-    scores = scores + (bias[:, None, :, None, :] if mask.ndim == 3 else bias[None, None, :, None, :])
-    return _softmax(scores, options.sink_logits)
+    return _softmax(scores + (bias[:, None] if mask.ndim == 3 else bias[None, None]), options.sink_logits)
 
 
 def _softmax(scores: jax.Array, sink_logits: jax.Array | None) -> jax.Array:
-    """Computes the softmax of `[B, K, T, G, S]` over S, with a sink logit that is left out of the result."""
+    """Computes the softmax of `[B, K·G, T, S]` over S, with sink logits `[K, G]` that are left out of the
+    result."""
     if sink_logits is None:
         return jax.nn.softmax(scores, axis=-1)
-    beside = jnp.broadcast_to(sink_logits.astype(scores.dtype)[:, None, :, None], (*scores.shape[:-1], 1))
+    sinks = sink_logits.astype(scores.dtype).reshape(1, -1, 1, 1)
+    beside = jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))
     return jax.nn.softmax(jnp.concatenate([scores, beside], axis=-1), axis=-1)[..., :-1]
 
 
 def _weighted(v: jax.Array, weights: jax.Array, q: jax.Array) -> jax.Array:
     """The sum of values `[B, K, S, H]` by attention weights, in the shape and dtype of the queries."""
     batch, new, kv_heads, group, width = q.shape
-    weights = weights.astype(q.dtype).reshape(batch, kv_heads, new * group, -1)
+    weights = weights.astype(q.dtype).reshape(batch, kv_heads, group * new, -1)
     out = jnp.einsum("bkrs,bksh->bkrh", weights, v.astype(q.dtype))
-    return out.reshape(batch, kv_heads, new, group, width).transpose(0, 2, 1, 3, 4)
+    return out.reshape(batch, kv_heads * group, new, width).transpose(0, 2, 1, 3).reshape(q.shape)
 
 
 class Heads(NamedTuple):
@@ -346,7 +385,11 @@ def cached_attention(
     def by_xla(q: jax.Array, past: Past, mass: jax.Array | None, *, branches: bool = False):
         turned = k if rotary is None else rotate(k, *rotary)
         q = q if rotary is None else rotate(q, *rotary)
-        past = past.written(at, turned.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
+        fresh = turned.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        if at.apart:
+            out = _attend_apart(q, past.own, fresh, mask, options)
+            return out, dataclasses.replace(past, keys=fresh[0], values=fresh[1]), mass
+        past = past.written(at, *fresh)
         keys, values = past.own
         coded, visible = past.coded, mask
         if coded is not None:
@@ -360,10 +403,12 @@ def cached_attention(
         weights = _weights(q, keys, visible, options)
         if mass is not None:
             real = jnp.arange(q.shape[1], dtype=jnp.int32) < at.valid
-            seen = jnp.where(real[None, None, :, None, None], weights, 0.0)
-            seen = seen if used is None else used.only(seen, 1)
+            seen = jnp.where(real[None, None, :, None], weights, 0.0)
+            if used is not None:
+                grouped = seen.reshape(q.shape[0], q.shape[2], q.shape[3], *seen.shape[2:])
+                seen = used.only(grouped, 1).reshape(seen.shape)
             by_node = mass.ndim == 3
-            seen = seen.sum((1, 3)) if by_node else seen.sum((1, 2, 3))
+            seen = seen.sum(1) if by_node else seen.sum((1, 2))
 
             def counted(mass: jax.Array, seen: jax.Array) -> jax.Array:
                 return mass.at[:, 1:].add(seen) if by_node else mass + seen
@@ -434,12 +479,12 @@ def source_attention(
 
 
 def _biased(bias: jax.Array, at: TokenPositions, visible: jax.Array) -> jax.Array:
-    """Bias of scores `[K, T, G, S]` float32 (see `attention`), from `AttentionOptions.bias` and the
+    """Bias of scores `[K, G, T, S]` float32 (see `attention`), from `AttentionOptions.bias` and the
     mask `[T, S]`."""
     last = bias.shape[-1] - 1
     distance = at.positions[:, None] - at.stands(visible.shape[1])
-    of_key = bias[:, :, last - jnp.clip(distance, 0, last)].transpose(0, 2, 1, 3)
-    return of_key + jnp.where(visible, np.float32(0), np.float32(MASKED))[None, :, None, :]
+    of_key = bias[:, :, last - jnp.clip(distance, 0, last)]
+    return of_key + jnp.where(visible, np.float32(0), np.float32(MASKED))
 
 
 def _behind_chunks(

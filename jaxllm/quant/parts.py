@@ -482,7 +482,8 @@ def embedding_rows(weight: Weight, rows: jax.Array, dtype: DTypeLike) -> jax.Arr
         return scaled(levels.astype(dtype), scale, minimum, weight.group, -1)
 
     def take(part: jax.Array) -> jax.Array:
-        return jnp.take(part, rows, axis=0, mode="clip")
+        # Accelerators of phones take one axis of numbers.
+        return jnp.take(part, rows.reshape(-1), axis=0, mode="clip").reshape(*rows.shape, *part.shape[1:])
 
     return dequantize(jax.tree.map(take, weight), dtype)
 

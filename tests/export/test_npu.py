@@ -12,6 +12,7 @@ from jaxllm.export.litertlm import _parts, export_litertlm, require_divisible
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
 from jaxllm.serving.engine.request import GenerationConfig
+from tests.export.compiled import ran
 from tests.export.models import CFG, CHUNKS, CONTEXT, OPTIONS, PROMPTS, models_of
 
 pytest.importorskip("litert_converter")
@@ -20,7 +21,6 @@ compiled_model = pytest.importorskip("ai_edge_litert.compiled_model")
 
 (CHUNK,) = CHUNKS
 PLAN = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, npu=True)
-DTYPES = {"int32": np.int32, "float32": np.float32, "bool": np.bool_}
 
 
 @pytest.fixture(scope="module")
@@ -32,25 +32,6 @@ def models(elastic, tmp_path_factory):
         compiled_model.CompiledModel.from_buffer(each) for each in models_of(place / "npu.litertlm", place)
     ]
     return {name: each for each in opened for name in each.get_signature_list()}
-
-
-def ran(models, name, given):
-    """The results of a signature by name."""
-    model = models[name]
-    facts = model.get_signature_list()[name]
-    inputs, outputs = {}, {}
-    for each in facts["inputs"]:
-        inputs[each] = model.create_input_buffer_by_name(name, each)
-        inputs[each].write(np.ascontiguousarray(given[each]))
-    details = model.get_output_tensor_details(name)
-    for each in facts["outputs"]:
-        outputs[each] = model.create_output_buffer_by_name(name, each)
-    model.run_by_name(name, inputs, outputs)
-    found = {}
-    for each, buffer in outputs.items():
-        shape, dtype = tuple(details[each]["shape"]), details[each]["dtype"]
-        found[each] = np.array(buffer.read(int(np.prod(shape)), DTYPES[np.dtype(dtype).name])).reshape(shape)
-    return found
 
 
 def test_signatures_have_the_names_that_the_runtime_looks_for(models):

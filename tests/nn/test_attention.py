@@ -185,7 +185,7 @@ def test_blocks_are_the_whole(biased, count, valid, block):
     if bias is None:
         mask = np.broadcast_to(real, (count, count))
     else:
-        by_pair = bias[:, :, at[None, :] - at[:, None] + count - 1].transpose(0, 2, 1, 3)
+        by_pair = bias[:, :, at[None, :] - at[:, None] + count - 1]
         mask = by_pair + np.where(real, np.float32(0), np.float32(MASKED))
     wanted = attention(q, k, v, jnp.asarray(mask), scale=0.5)[:, :valid]
     found = source_self_attention(q, k, v, bias, jnp.int32(valid), scale=0.5, block_tokens=block)

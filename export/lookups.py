@@ -1,0 +1,130 @@
+"""Makes the look-ups of rows in a converted model ones that accelerators take.
+
+The converter writes `GATHER_ND`, which they do not take. `GATHER` has one axis of numbers; of 8-bit rows with a
+scale each, `EMBEDDING_LOOKUP` makes floats in one operation.
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+
+
+def content_of(buffer: Any, data: bytes) -> memoryview:
+    """The bytes of a buffer, in the flatbuffer or after it."""
+    if buffer.size and buffer.offset > 1:
+        return memoryview(data)[buffer.offset : buffer.offset + buffer.size]
+    return memoryview(b"") if buffer.data is None else np.ascontiguousarray(buffer.data, np.uint8).data
+
+
+def put_lookups(schema: Any, model: Any, data: bytes) -> None:
+    """Replaces the look-ups of rows in all graphs of a model.
+
+    Args:
+      schema: the module of LiteRT's schema.
+      model: the unpacked model, which is changed.
+      data: its bytes, for constants.
+    """
+    for graph in model.subgraphs:
+        _Graph(schema, model, graph, data).put_lookups()
+
+
+class _Graph:
+    """One graph of a model, being changed."""
+
+    def __init__(self, schema: Any, model: Any, graph: Any, data: bytes) -> None:
+        self.schema, self.model, self.graph, self.data = schema, model, graph, data
+        self.kinds = schema.BuiltinOperator
+
+    def put_lookups(self) -> None:
+        operators: list[Any] = []
+        for operator in self.graph.operators:
+            if self.kind(operator) == self.kinds.GATHER_ND:
+                matrix, numbers = map(int, operator.inputs)
+                if self.shape(numbers)[1:] == [1]:
+                    line = self.tensor(self.shape(numbers)[:1], self.schema.TensorType.INT32)
+                    operators.append(self.reshape(numbers, line))
+                    operator.inputs = [matrix, line]
+                    options = self.schema.GatherOptionsT()
+                    self.become(operator, self.kinds.GATHER, self.schema.BuiltinOptions.GatherOptions, options)
+            operators.append(operator)
+        self.graph.operators = operators
+        self.maker = {int(tensor): each for each in operators for tensor in each.outputs}
+        for operator in list(operators):
+            if self.kind(operator) == self.kinds.MUL:
+                self.fuse(operator)
+        read, kept = {int(tensor) for tensor in self.graph.outputs}, []
+        for operator in reversed(self.graph.operators):
+            if read & {int(tensor) for tensor in operator.outputs}:
+                kept.append(operator)
+                read |= {int(tensor) for tensor in operator.inputs}
+        self.graph.operators = kept[::-1]
+
+    def fuse(self, product: Any) -> None:
+        """Makes the product of 8-bit rows and their scales one look-up, if it is one."""
+        kinds, types = self.kinds, self.schema.TensorType
+        for rows, scales in (product.inputs, product.inputs[::-1]):
+            levels = self.before(int(rows), (kinds.RESHAPE, kinds.CAST))
+            factors = self.before(int(scales), (kinds.RESHAPE,))
+            if not all(each is not None and self.kind(each) == kinds.GATHER for each in (levels, factors)):
+                continue
+            table, column = (self.graph.tensors[int(each.inputs[0])] for each in (levels, factors))
+            if table.type != types.INT8 or column.type != types.FLOAT32 or list(column.shape)[1:] != [1]:
+                continue
+            (count,), line = self.shape(int(levels.inputs[1])), int(levels.inputs[1])
+            stored = content_of(self.model.buffers[column.buffer], self.data)
+            scaled = copy.copy(table)
+            scaled.quantization = self.schema.QuantizationParametersT()
+            scaled.quantization.scale = np.frombuffer(stored, np.float32)
+            scaled.quantization.zeroPoint = np.zeros(len(table.shape) and int(table.shape[0]), np.int64)
+            scaled.quantization.quantizedDimension = 0
+            self.graph.tensors.append(scaled)
+            found, lookup = self.tensor([count, int(table.shape[1])], types.FLOAT32), self.schema.OperatorT()
+            lookup.inputs, lookup.outputs = [line, len(self.graph.tensors) - 2], [found]
+            self.become(lookup, kinds.EMBEDDING_LOOKUP, 0, None)
+            at = self.graph.operators.index(product)
+            self.graph.operators[at : at + 1] = [lookup, self.reshape(found, int(product.outputs[0]))]
+            return
+
+    def kind(self, operator: Any) -> int:
+        return self.model.operatorCodes[operator.opcodeIndex].builtinCode
+
+    def shape(self, tensor: int) -> list[int]:
+        return [int(each) for each in self.graph.tensors[tensor].shape]
+
+    def before(self, tensor: int, through: tuple[int, ...]) -> Any:
+        """The operator that makes a tensor, before any of some kinds; None for an input."""
+        operator = self.maker.get(tensor)
+        while operator is not None and self.kind(operator) in through:
+            operator = self.maker.get(int(operator.inputs[0]))
+        return operator
+
+    def become(self, operator: Any, kind: int, options_type: int, options: Any) -> None:
+        codes = self.model.operatorCodes
+        if kind not in [each.builtinCode for each in codes]:
+            code = self.schema.OperatorCodeT()
+            code.builtinCode = code.deprecatedBuiltinCode = kind
+            codes.append(code)
+        operator.opcodeIndex = [each.builtinCode for each in codes].index(kind)
+        operator.builtinOptionsType, operator.builtinOptions = options_type, options
+
+    def tensor(self, shape: list[int], dtype: int, values: np.ndarray | None = None) -> int:
+        """A new tensor, a constant with `values`."""
+        made = self.schema.TensorT()
+        made.shape, made.type, made.buffer = shape, dtype, 0
+        if values is not None:
+            buffer = self.schema.BufferT()
+            buffer.data, made.buffer = values.view(np.uint8), len(self.model.buffers)
+            self.model.buffers.append(buffer)
+        self.graph.tensors.append(made)
+        return len(self.graph.tensors) - 1
+
+    def reshape(self, source: int, target: int) -> Any:
+        """A new operator that gives one tensor the shape of another."""
+        shape = np.array(self.shape(target), np.int32)
+        operator, options = self.schema.OperatorT(), self.schema.ReshapeOptionsT()
+        given = self.tensor([len(shape)], self.schema.TensorType.INT32, shape)
+        operator.inputs, operator.outputs = [source, given], [target]
+        options.newShape = shape.tolist()
+        self.become(operator, self.kinds.RESHAPE, self.schema.BuiltinOptions.ReshapeOptions, options)
+        return operator

@@ -1,0 +1,100 @@
+"""Programs on the accelerators of LiteRT: on its GPU, over a driver that computes on the CPU, and through the compiler
+of an NPU."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from jaxllm.export.litertlm import export_litertlm
+from jaxllm.export.signatures import ExportPlan
+from jaxllm.export.subject import read_subject
+from tests.export.compiled import on_gpu, partitions
+from tests.export.models import CHUNKS, CONTEXT, PROMPTS, models_of
+
+pytest.importorskip("litert_converter")
+pytest.importorskip("litert_lm")
+DRIVER = os.environ.get("JAXLLM_SWIFTSHADER", "")
+MASKED = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, masked=True)
+DECODERS = ("draft", "small", "medium", "default")
+gpu = pytest.mark.skipif(not DRIVER, reason="JAXLLM_SWIFTSHADER names no folder of a driver: see make test-export")
+
+
+def packaged(name):
+    return Path(__file__).parents[2] / "jaxllm" / "assets" / f"{name}.jaxllm"
+
+
+def exported(path, place, precision="f32", plan=MASKED):
+    """A file for LiteRT-LM of a bundle."""
+    subject = dataclasses.replace(read_subject(path), tiny_lm=None)
+    out = place / f"{path.stem}-{precision}.litertlm"
+    export_litertlm(subject, out, plan, precision=precision)
+    return out
+
+
+@gpu
+@pytest.mark.parametrize("precision", ["f32", "int8"])
+def test_the_gpu_runs_every_operation_and_answers_as_the_cpu(elastic, precision, tmp_path):
+    (model,) = models_of(exported(elastic, tmp_path, precision), tmp_path)
+    (path := tmp_path / "model.tflite").write_bytes(model)
+    # Two chunks, of which the second is padded.
+    words = ("-m", "tests.export.compiled", path, 6, json.dumps(PROMPTS[3]))
+    found = on_gpu(DRIVER, tmp_path, *words)
+    assert found["whole"]
+    assert found["gpu"] == found["cpu"]
+
+
+@gpu
+@pytest.mark.parametrize("name", DECODERS)
+def test_the_gpu_runs_packaged_decoders_whole(name, tmp_path):
+    plan = dataclasses.replace(MASKED, context_tokens=128, chunk_tokens=(32,))
+    (model,) = models_of(exported(packaged(name), tmp_path, "int8", plan), tmp_path)
+    (path := tmp_path / "model.tflite").write_bytes(model)
+    words = ("-m", "tests.export.compiled", path, 1, json.dumps([1, 5, 9]))
+    found = on_gpu(DRIVER, tmp_path, *words)
+    assert found["whole"]
+    assert found["gpu"] == found["cpu"]
+
+
+_ASKED = """
+import json, litert_lm, sys, tempfile
+litert_lm.set_min_log_severity(litert_lm.LogSeverity.ERROR)
+file, context, text = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+greedy, answers = litert_lm.SamplerConfig(top_k=1, temperature=0.0, seed=1), []
+for backend in (litert_lm.Backend.CPU(), litert_lm.Backend.GPU()):
+    def engine():
+        return litert_lm.Engine(file, backend=backend, max_num_tokens=context, cache_dir=tempfile.mkdtemp())
+    first, second = engine(), engine()
+    session = first.create_session(sampler_config=greedy, apply_prompt_template=False, max_output_tokens=12)
+    session.run_prefill([text])
+    chat = second.create_conversation(sampler_config=greedy).send_message(text, max_output_tokens=12)
+    answers.append([session.run_decode().texts[0], chat["content"]])
+print(json.dumps(answers))
+"""
+# More than one chunk, of which the last is padded.
+_STORY = "Once upon a time there was a small dog who lived beside a wide river. One day he met a fox. The fox said"
+
+
+@gpu
+def test_the_runtime_of_language_models_answers_on_its_gpu_as_on_the_cpu(tmp_path):
+    plan = dataclasses.replace(MASKED, context_tokens=128)
+    bundle = exported(packaged("draft"), tmp_path, plan=plan)
+    # The GPU computes in float16, to which random weights would be too sensitive.
+    cpu, gpu = on_gpu(DRIVER, tmp_path, "-c", _ASKED, bundle, 128, _STORY)
+    assert cpu == gpu
+    assert all(cpu)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="needs openvino: see make test-export")
+@pytest.mark.parametrize("name", DECODERS)
+def test_an_npus_compiler_takes_every_operation_in_one_part(name, tmp_path):
+    plan = ExportPlan(context_tokens=128, chunk_tokens=(32,), npu=True)
+    models = models_of(exported(packaged(name), tmp_path, plan=plan), tmp_path)
+    (path := tmp_path / "model.tflite").write_bytes(max(models, key=len))
+    libraries = Path(importlib.util.find_spec("openvino").origin).parent / "libs"
+    found = partitions(path, libraries)
+    assert len(found) == 2
+    assert all(selected == count and parts == 1 for selected, count, parts in found)
