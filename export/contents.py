@@ -50,7 +50,7 @@ class Contents:
     modules: tuple[str, ...] = ("flatbuffers", "litert_converter", "ai_edge_litert")
 
 
-_TFLITE = Contents(blocks=True, verified="lines", stages=True, precisions=("f32", "int8", "w8a8"))
+_TFLITE = Contents(blocks=True, verified="lines", stages=True, precisions=("f32", "int8", "int4", "w8a8"))
 CONTENTS = {
     "stablehlo": Contents(
         blocks=True,

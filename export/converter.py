@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from jaxllm.errors import ConfigError, one_line
+from jaxllm.export.blocks import Blocks, put_blocks
 from jaxllm.export.lookups import content_of, put_lookups
 from jaxllm.export.quantized import FAKE_QUANT
 from jaxllm.kernels.native import without_native_kernels
@@ -179,19 +180,24 @@ class Sharing:
     stored_bytes: int
 
 
-def share_buffers(data: bytes, halves: Sequence[np.ndarray] = ()) -> tuple[bytes, Sharing]:
+def share_buffers(
+    data: bytes, halves: Sequence[np.ndarray] = (), blocks: Mapping[str, Blocks] | None = None
+) -> tuple[bytes, Sharing]:
     """Returns the model with the bytes of equal buffers, and of prefixes of larger ones, stored once.
 
     Args:
       data: bytes of the model.
       halves: float16 matrices (or stacks, flattened to matrices); constants of the model that equal one of
         them in float32, transposed or not, are stored as float16.
+      blocks: matrices that are stored at 4 bits.
     """
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(data, 0))
     put_lookups(schema, model, data)
+    if blocks:
+        put_blocks(schema, model, data, blocks)
     if halves:
         _put_halves(schema, model, data, halves)
     large: list[tuple[Any, memoryview]] = []

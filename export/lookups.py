@@ -1,7 +1,7 @@
 """Makes the look-ups of rows in a converted model ones that accelerators take.
 
-The converter writes `GATHER_ND`, which they do not take. `GATHER` has one axis of numbers; of 8-bit rows with a
-scale each, `EMBEDDING_LOOKUP` makes floats in one operation.
+The converter writes `GATHER_ND`, which they do not take. `GATHER` has one axis of numbers; of 8-bit rows
+with a scale each, `EMBEDDING_LOOKUP` makes floats in one operation.
 """
 
 import copy
@@ -46,11 +46,13 @@ class _Graph:
                     operators.append(self.reshape(numbers, line))
                     operator.inputs = [matrix, line]
                     options = self.schema.GatherOptionsT()
-                    self.become(operator, self.kinds.GATHER, self.schema.BuiltinOptions.GatherOptions, options)
+                    self.become(
+                        operator, self.kinds.GATHER, self.schema.BuiltinOptions.GatherOptions, options
+                    )
             operators.append(operator)
         self.graph.operators = operators
         self.maker = {int(tensor): each for each in operators for tensor in each.outputs}
-        for operator in list(operators):
+        for operator in operators:
             if self.kind(operator) == self.kinds.MUL:
                 self.fuse(operator)
         read, kept = {int(tensor) for tensor in self.graph.outputs}, []

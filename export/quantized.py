@@ -19,7 +19,7 @@ output has a step of its own. Levels of the weights are unchanged, so that all p
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -80,8 +80,9 @@ def left_out(subject: Subject, precision: Precision, *, without_shadow: bool) ->
     return ()
 
 
-def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]:
-    """Returns the model with matrices that equal their 8-bit levels times scales, and the scales by name.
+def quantized_subject(subject: Subject, apart: Container[str] = ()) -> tuple[Subject, dict[str, np.ndarray]]:
+    """Returns the model with matrices that equal their 8-bit levels times scales, and the scales by name; the
+    matrices `apart` stay.
 
     There is one scale per output channel: per unit of `[U, D]` if its last axis is contracted, else per
     column. The embedding matrix is also stored as levels, which serve both look-ups and products. An
@@ -91,7 +92,7 @@ def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]
     """
     arrays, scales = dict(subject.arrays), {}
     for name, spec in param_specs(subject.cfg).items():
-        if spec.role == "vector":
+        if spec.role == "vector" or name in apart:
             continue
         matrix = np.asarray(arrays[name], np.float32).reshape(-1, spec.shape[-1])
         axis = 0 if spec.role == "from_units" else 1
@@ -175,6 +176,11 @@ def quantized_matrix(matrix: jax.Array, axis: int, channel_scales: np.ndarray) -
     """Returns a weight `[outputs, inputs]`, marked, of a matrix whose `axis` is contracted."""
     turned = matrix if axis == -1 else matrix.T
     return fake_quant(turned, channel_scales, axis=0 if len(channel_scales) == len(turned) else None)
+
+
+def sequence_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+    """`plain_product` as one of one sequence, with a matrix `[outputs, inputs]`."""
+    return plain_product(rows[None], matrix if axis == -1 else matrix.T, -1)[0]
 
 
 def plain_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:

@@ -1,7 +1,8 @@
 """Exports one `.tflite` model of all signatures, for LiteRT on phones; its weights are shared constants.
 
-Precisions: `f32`; `int8`, with weights at 8 bits and dynamic activations; `w8a8`, whose prefill programs
-have static steps of activations instead, and the shadow of a calibrated bundle (see `quantized.py`).
+Precisions: `f32`; `int8`, with weights at 8 bits and dynamic activations; `int4`, with most weights at 4
+bits in blocks of 32 (see `blocks.py`); `w8a8`, whose prefill programs have static steps of activations
+instead, and the shadow of a calibrated bundle (see `quantized.py`).
 
 A level's matrices are prefixes of the whole model's, and share their bytes. Where a level contracts over
 units (o, down), it multiplies by the whole matrix, with zero activations for missing units: the runtime
@@ -11,7 +12,7 @@ stores these matrices by output, so that a level's part is no prefix.
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
+from jaxllm.export.blocks import Blocks, in_blocks
 from jaxllm.export.contents import require_family, require_format
 from jaxllm.export.converter import Sharing, convert, share_buffers, traced
 from jaxllm.export.folder import finish, new_folder
@@ -33,6 +35,7 @@ from jaxllm.export.quantized import (
     annotated,
     left_out,
     quantized_subject,
+    sequence_product,
     static_level,
     with_shadow,
 )
@@ -42,11 +45,11 @@ from jaxllm.export.steps.exported import ParamsOf, with_adapters
 from jaxllm.export.subject import Subject
 from jaxllm.models.features import require_feature
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.quant import Prefix, Weight
+from jaxllm.quant import OwnProduct, Prefix, Weight
 from jaxllm.serving.host.progress import Progress
 
 FILE = "model.tflite"
-PRECISIONS = ("f32", "int8", "w8a8")
+PRECISIONS = ("f32", "int8", "int4", "w8a8")
 _FLOAT = np.dtype(np.float32)
 _PACKAGES = ("litert-converter", "ai-edge-litert")
 
@@ -128,10 +131,13 @@ def tflite_models(
         raise ConfigError("w8a8, and it alone, takes a text to calibrate on; give --calibration-text FILE")
     left_out(subject, precision, without_shadow=plan.without_shadow)
     scales: dict[str, np.ndarray] = {}
+    blocks: dict[str, Blocks] = {}
     if precision == "w8a8":
         subject = subject.without_calibration() if plan.without_shadow else with_shadow(subject)
+    if precision == "int4":
+        subject, blocks = in_blocks(subject)
     if precision != "f32":
-        subject, scales = quantized_subject(subject)
+        subject, scales = quantized_subject(subject, blocks)
     whole = {
         level: with_whole_outputs(subject, level, int8_embedding=bool(scales)) for level in subject.levels
     }
@@ -146,14 +152,14 @@ def tflite_models(
         # Adapters are stored under names of their level.
         weights = of.levels[signature.level].weights.items()
         own = {name: scales[each.stored] for name, each in weights if each.stored in scales}
-        step = subject_step(signature, of, _FLOAT, loops=False, params_of=_params_of(own, products))
+        step = subject_step(signature, of, _FLOAT, loops=False, params_of=_params_of(own, products, blocks))
         _, caches, inputs = step_shapes(signature, of, plan, _FLOAT)
         made.append(traced(signature.name, step, step_weights(signature, of), caches, inputs))
         if progress is not None:
             progress("export", done + 1, len(signatures))
     # The converter turns them into float32.
     halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
-    model, sharing = share_buffers(convert(made), halves)
+    model, sharing = share_buffers(convert(made), halves, blocks)
     models = {FILE: model}
     if stages is not None:
         models |= stage_models(*static[FULL_LEVEL], stages, scales, cache_tokens=plan.context_tokens)
@@ -177,7 +183,9 @@ def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) ->
     return ProgramLevel(cfg=entry.cfg, weights=weights)
 
 
-def _params_of(scales: Mapping[str, np.ndarray], products: Mapping[str, StaticProduct]) -> ParamsOf:
+def _params_of(
+    scales: Mapping[str, np.ndarray], products: Mapping[str, StaticProduct], blocks: Container[str]
+) -> ParamsOf:
     static = {name: functools.partial(each.of, name) for name, each in products.items()}
 
     def params(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
@@ -185,6 +193,10 @@ def _params_of(scales: Mapping[str, np.ndarray], products: Mapping[str, StaticPr
         for name, spec in param_specs(cfg).items():
             if spec.role == "from_units" and weights[name].shape != spec.shape:
                 whole[name] = Prefix(weights[name], spec.shape[0])
+            if name in blocks:
+                own = OwnProduct(weights[name], sequence_product)
+                part = whole[name]
+                whole[name] = dataclasses.replace(part, base=own) if isinstance(part, Prefix) else own
         return annotated(whole, cfg, scales=scales, static=static) if scales else with_adapters(whole, cfg)
 
     return params

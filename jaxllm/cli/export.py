@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jaxllm.export.subject import Subject
     from jaxllm.serving.host.progress import Progress
 
-PRECISIONS = ("f32", "bf16", "f16", "int8", "w8a8")
+PRECISIONS = ("f32", "bf16", "f16", "int8", "int4", "w8a8")
 PLATFORMS = ("cpu", "cuda", "tpu")
 CODECS = ("channel", "token", "kivi", "rotated")
 CHUNK_TOKENS = (16, 64, 256)
@@ -48,7 +48,8 @@ _CALIBRATION_CHARACTERS = 1 << 20
     default="f32",
     show_default=True,
     help="Width of weights and activations: stablehlo supports f32 and bf16; tflite, device and litertlm "
-    "f32, int8 (weights only) and w8a8 (both); hf f32, bf16 and f16; gguf these and int8 (Q8_0).",
+    "f32, int8 (weights only), int4 (in blocks of 32; embeddings int8) and w8a8 (both); hf f32, bf16 and "
+    "f16; gguf these and int8 (Q8_0).",
 )
 @path_option(
     "--calibration-text",

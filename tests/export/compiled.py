@@ -1,5 +1,8 @@
-"""Models on LiteRT's accelerators, each in a process that finds its driver: `python -m tests.export.compiled MODEL TOKENS
-PROMPT` prints, as JSON, whether the GPU alone runs all of a model that takes masks, and what it and the CPU answer."""
+"""Models on LiteRT's accelerators, each in a process that finds its driver.
+
+`python -m tests.export.compiled MODEL TOKENS PROMPT` prints, as JSON, whether the GPU alone runs all of a
+model that takes masks, and what it and the CPU answer.
+"""
 
 import json
 import os
@@ -32,7 +35,7 @@ def ran(models, name, given):
 
 
 def on_gpu(folder, place, *words):
-    """What a Python command prints last, as JSON, with SwiftShader's library and Vulkan's loader in a folder."""
+    """The JSON that a command prints last; `folder` has SwiftShader's library and Vulkan's loader."""
     driver = {"library_path": f"{folder}/libvk_swiftshader.so", "api_version": "1.0.5"}
     icd = place / "driver.json"
     icd.write_text(json.dumps({"file_format_version": "1.0.0", "ICD": driver}))
@@ -42,8 +45,7 @@ def on_gpu(folder, place, *words):
 
 
 def partitions(model, libraries):
-    """For each program of a model, the operations that OpenVINO's compiler for NPUs selects, all of them, and
-    its partitions."""
+    """For each program of a model: operations that OpenVINO's compiler for NPUs selects, all, partitions."""
     words = ("-m", "tests.export.compiled", "--npu", str(model))
     log = _output(words, {"LD_LIBRARY_PATH": str(libraries)}).stderr
     pattern = r"selected (\d+) ops, from a total of (\d+) ops. resulted in (\d+) partitions"

@@ -1,5 +1,5 @@
-"""Programs on the accelerators of LiteRT: on its GPU, over a driver that computes on the CPU, and through the compiler
-of an NPU."""
+"""Programs on LiteRT's accelerators: on its GPU, over a driver that computes on the CPU, and through the
+compiler of an NPU."""
 
 import dataclasses
 import importlib.util
@@ -20,7 +20,9 @@ pytest.importorskip("litert_lm")
 DRIVER = os.environ.get("JAXLLM_SWIFTSHADER", "")
 MASKED = ExportPlan(context_tokens=CONTEXT, chunk_tokens=CHUNKS, masked=True)
 DECODERS = ("draft", "small", "medium", "default")
-gpu = pytest.mark.skipif(not DRIVER, reason="JAXLLM_SWIFTSHADER names no folder of a driver: see make test-export")
+gpu = pytest.mark.skipif(
+    not DRIVER, reason="JAXLLM_SWIFTSHADER names no folder of a driver: see make test-export"
+)
 
 
 def packaged(name):
@@ -75,7 +77,9 @@ for backend in (litert_lm.Backend.CPU(), litert_lm.Backend.GPU()):
 print(json.dumps(answers))
 """
 # More than one chunk, of which the last is padded.
-_STORY = "Once upon a time there was a small dog who lived beside a wide river. One day he met a fox. The fox said"
+_STORY = (
+    "Once upon a time there was a small dog who lived beside a wide river. One day he met a fox. The fox said"
+)
 
 
 @gpu
@@ -88,7 +92,9 @@ def test_the_runtime_of_language_models_answers_on_its_gpu_as_on_the_cpu(tmp_pat
     assert all(cpu)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("openvino") is None, reason="needs openvino: see make test-export")
+@pytest.mark.skipif(
+    importlib.util.find_spec("openvino") is None, reason="needs openvino: see make test-export"
+)
 @pytest.mark.parametrize("name", DECODERS)
 def test_an_npus_compiler_takes_every_operation_in_one_part(name, tmp_path):
     plan = ExportPlan(context_tokens=128, chunk_tokens=(32,), npu=True)

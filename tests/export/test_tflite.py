@@ -26,12 +26,13 @@ from tests.tiny import tiny_params
 pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
+from jaxllm.export.blocks import Blocks, in_blocks
 from jaxllm.export.quantized import calibrate, quantized_subject
 from jaxllm.export.tflite import FILE, export_tflite
 
 # What may hold integers of 8 bits: products and what leads to and from them, and rows of the table.
 INTEGER_OPERATORS = {
-    "FULLY_CONNECTED", "QUANTIZE", "DEQUANTIZE", "RESHAPE", "TRANSPOSE", "GATHER_ND", "CAST",
+    "FULLY_CONNECTED", "QUANTIZE", "DEQUANTIZE", "RESHAPE", "TRANSPOSE", "EMBEDDING_LOOKUP",
 }  # fmt: skip
 SHORT = ExportPlan(context_tokens=CONTEXT, chunk_tokens=(16,), verify_tokens=(16,))
 STATIC = dataclasses.replace(SHORT, static_verify=True)
@@ -52,6 +53,13 @@ def whole(elastic):
 def int8(subject, tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs") / "int8"
     export_tflite(subject, folder, SHORT, precision="int8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def int4(subject, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs") / "int4"
+    export_tflite(subject, folder, SHORT, precision="int4")
     return folder
 
 
@@ -120,8 +128,39 @@ def test_int8_has_weights_of_8_bits_and_nothing_else(int8):
     for name, found in operators((int8 / FILE).read_bytes()).items():
         products = {each: count for each, count in found.items() if each.name == "FULLY_CONNECTED"}
         assert {each.inputs for each in products} == {("FLOAT32", "INT8")}, name
-        assert integers(found) == {"FULLY_CONNECTED", "GATHER_ND", "CAST"}, name
+        assert integers(found) == {"FULLY_CONNECTED", "EMBEDDING_LOOKUP"}, name
         assert not any(each.name == "DEQUANTIZE" for each in found), name
+
+
+def test_int4_has_blocks_of_4_bits_that_levels_share(int4, int8, subject):
+    """The head, whose products choose tokens, and adapters have 8 bits."""
+    for name, found in operators((int4 / FILE).read_bytes()).items():
+        products = Counter(each.inputs for each in found if each.name == "FULLY_CONNECTED")
+        assert set(products) <= {("FLOAT32", "INT4"), ("FLOAT32", "INT8")}, name
+        assert ("FLOAT32", "INT4") in products, name
+    matrices = in_blocks(subject)[1].values()
+    bits = sum(each.levels.size // 2 + each.scales.nbytes for each in matrices)
+    saved = sum(each.levels.size for each in matrices) - bits
+    sizes = [(each / FILE).stat().st_size for each in (int8, int4)]
+    # More than levels and scales save would be apart if each level had its own. (8-bit zero points go, too.)
+    assert sizes[0] - sizes[1] >= saved
+
+
+def test_blocks_err_no_more_than_plain_rounding():
+    matrix = np.random.default_rng(0).standard_normal((6, 96)).astype(np.float32)
+    matrix[1, 40:] = 0
+    found = Blocks.of(matrix)
+    assert np.abs(found.levels).max() == 7
+    # XNNPACK reads 7 bits of a scale's mantissa.
+    assert not np.any(found.scales.view(np.uint16) & 7)
+    plain = np.abs(matrix.reshape(-1, 32)).max(-1, keepdims=True) / 7
+    rounded = np.rint(matrix.reshape(-1, 32) / np.maximum(plain, 1e-9)) * plain
+    error, most = (
+        np.square(each.reshape(-1, 32) - matrix.reshape(-1, 32)).sum(-1) for each in (found.values, rounded)
+    )
+    # A scale of fewer bits is up to 0.4 % off.
+    assert np.all(error <= 1.05 * most)
+    assert error.sum() < 0.95 * most.sum()
 
 
 def test_scales_are_written_once(int8):
@@ -155,7 +194,8 @@ def test_w8a8_multiplies_integers_in_prefill_and_leaves_the_cache_alone(w8a8):
 
 
 @pytest.mark.parametrize(
-    ("name", "within", "level"), [("int8", 0.01, 100), ("int8", 0.01, 40), ("w8a8", 0.02, 100)]
+    ("name", "within", "level"),
+    [("int8", 0.01, 100), ("int8", 0.01, 40), ("int4", 0.03, 100), ("int4", 0.03, 40), ("w8a8", 0.02, 100)],
 )
 def test_perplexity_is_near_that_of_floats(request, engine, name, within, level):
     """Of random weights, whose perplexity is near the vocabulary's size: it says that nothing is wrong with
