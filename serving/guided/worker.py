@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,9 @@ _PLAINER = (
 )
 _WARM_UP = {"kind": "json", "text": "", "stop_ids": (), "text_tokens": 1 << 30, "completed": False}
 _LENGTH = struct.Struct(">Q")
-# Whether the text may end after the forced tokens, whether they complete it, and their number.
-_HEAD = struct.Struct(">??I")
+# Number of tokens that were taken, whether the text may end after the forced tokens, whether they complete
+# it, and their number.
+_HEAD = struct.Struct(">I??I")
 # Number of tokens that may follow, where any number may.
 NO_LIMIT = (1 << 32) - 1
 # Processor time to find the end of a text.
@@ -109,7 +110,7 @@ def serve(descriptor: int) -> None:
             setup["tokenizer_json"], n_vocab=setup["vocab_size"], eos_token=setup["eos_ids"]
         )
         # What the library does once is then done for all: one of ours, which is not a caller's.
-        _Following(tokenizer, _WARM_UP).state()
+        _Following(tokenizer, _WARM_UP).follow()
         _ids(tokenizer)
     except BaseException as error:  # panics of the library are no `Exception`
         send(control, json.dumps({"error": one_line(error)}).encode())
@@ -142,7 +143,7 @@ def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") 
             answer = _Following(tokenizer, request)
             # The length of a shortest text, if answers are completed before they reach their length.
             answer.shortest = len(answer.end() or ()) if request["completed"] else 0
-            found.extend((answer, answer.state()))
+            found.extend((answer, answer.follow()))
         except BaseException as error:
             found.append(error)
 
@@ -162,8 +163,7 @@ def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") 
         left, *tokens = array.array("I", message)
         try:
             with _processor_time(STEP_S):
-                answer.take(tokens)
-                state = answer.state(left)
+                state = answer.follow(tokens, left)
         except BaseException as error:
             send(channel, b"\0" + one_line(error).encode())
             return
@@ -199,30 +199,47 @@ class _Following:
                 raise ValueError(first)
             level = levels[0]
 
-    def take(self, tokens: list[int]) -> None:
-        """Goes on by tokens."""
+    def follow(self, tokens: Sequence[int] = (), left: int = NO_LIMIT) -> bytes:
+        """Advances by tokens, up to one that is not allowed or after which others are forced, and by these:
+        the new state.
+
+        Args:
+          tokens: tokens, the first of which is allowed.
+          left: number of tokens that may follow before them; `NO_LIMIT` for any number.
+
+        Returns:
+          Number of tokens taken, whether the text may end after the forced tokens that follow, whether these
+          complete a text that would otherwise be cut, they, and the mask of the tokens after them.
+        """
+        taken, (forced, ended) = 0, ([], False) if tokens else self._forced_by(left)
+        for token in tokens:
+            if forced or ended or (taken and not self._matcher.validate_tokens([token])):
+                break
+            self._take([token])
+            taken += 1
+            forced, ended = self._forced_by(left if left == NO_LIMIT else left - taken)
+        mask = self._matcher.compute_bitmask()
+        self._require_sound()
+        mask = bytes(len(mask)) if ended else mask
+        head = _HEAD.pack(taken, self._matcher.is_accepting(), ended, len(forced))
+        return head + array.array("I", forced).tobytes() + mask
+
+    def _take(self, tokens: list[int]) -> None:
         for token in tokens:
             self._matcher.consume_token(token)
             self._require_sound()
         if self._completed:
             self._text = _tail(self._text + self._tokenizer.decode_bytes(tokens))
 
-    def state(self, left: int = NO_LIMIT) -> bytes:
-        """Advances by the forced tokens: returns them, whether the text may end after them, whether they
-        complete a text of which only `left` more tokens are allowed, and the mask of the next tokens."""
+    def _forced_by(self, left: int) -> tuple[list[int], bool]:
+        """Advances by the forced tokens: they, and whether they complete a text of which only `left` more
+        tokens are allowed."""
         forced = self._forced(self._matcher)
         self._require_sound()
-        self.take(forced)
+        self._take(forced)
         end = self._due_end(left - len(forced)) if left != NO_LIMIT and self.shortest else None
-        if end is not None:
-            self.take(end)
-            forced += end
-        mask = self._matcher.compute_bitmask()
-        self._require_sound()
-        if end is not None:
-            mask = bytes(len(mask))
-        head = _HEAD.pack(self._matcher.is_accepting(), bool(end), len(forced))
-        return head + array.array("I", forced).tobytes() + mask
+        self._take(end or [])
+        return [*forced, *(end or [])], end is not None
 
     def _due_end(self, left: int) -> list[int] | None:
         """The end of the text if it must begin now; None as long as there is room for another token.
@@ -276,12 +293,11 @@ class _Following:
             raise ValueError(self._matcher.get_error())
 
 
-def parsed_state(state: bytes) -> tuple[bool, bool, list[int], bytes]:
-    """Parses a state: whether the text may end after its forced tokens, whether they complete it, they, and
-    the mask after them."""
-    may_end, completed, count = _HEAD.unpack_from(state)
+def parsed_state(state: bytes) -> tuple[int, bool, bool, list[int], bytes]:
+    """Parses a state (see `_Following.follow`)."""
+    taken, may_end, completed, count = _HEAD.unpack_from(state)
     end = _HEAD.size + 4 * count
-    return may_end, completed, array.array("I", state[_HEAD.size : end]).tolist(), state[end:]
+    return taken, may_end, completed, array.array("I", state[_HEAD.size : end]).tolist(), state[end:]
 
 
 @functools.cache

@@ -189,6 +189,14 @@ class Call:
     prefix_key: str = ""
     adapter: str = ""
 
+    @property
+    def thought_tokens(self) -> int:
+        """Most tokens of reasoning before the first token that the objective counts; 0 without a budget."""
+        thought = None if self.config.grammar is None else self.config.grammar.thought
+        if self.first_token == "reasoning" or thought is None or thought.most_tokens is None:
+            return 0
+        return min(thought.most_tokens, self.config.max_tokens)
+
     def __post_init__(self) -> None:
         if not self.app:
             raise ConfigError("a call needs an app")
@@ -291,7 +299,7 @@ def time_limits(objective: Objective | None, whole: Cost) -> tuple[float, float]
     proportion to the whole model's times."""
     match objective:
         case Slo():
-            return objective.limits(whole.ttft_ms, whole.tpot_ms)
+            return objective.limits(whole.counted_ttft_ms, whole.tpot_ms)
         case Latency():
             return objective.ttft_ms, objective.tpot_ms
         case EndToEnd():

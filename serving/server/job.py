@@ -302,7 +302,9 @@ class Job(Work):
         self.prompt, self.whole = prompt, whole
         self._limits = time_limits(self.call.objective, whole)
         self._expected, self._expected_tokens = whole, len(prompt)
-        self._ttft_ms = min(self._limits[0], self._options.ttft_ms(self.priority))
+        # The first token of all comes before a thought that the limit includes.
+        most_ms = self._limits[0] - whole.thought_tokens * whole.tpot_ms
+        self._ttft_ms = min(max(most_ms, 0.0), self._options.ttft_ms(self.priority))
         self.tpot_ms = min(self._limits[1], self._options.tpot_ms(self.priority))
         self.refresh()
 
@@ -427,7 +429,8 @@ def _planned(job: Job, service: PlannedService, load: Load, reused: Mapping[int,
     call = job.call
     objective, count = call.objective, call.config.max_tokens
     assert objective is not None
-    plan = functools.partial(service.planner.plan, job.marked, objective, answer_tokens=count, reused=reused)
+    planner = service.planner.thinking(call.thought_tokens)
+    plan = functools.partial(planner.plan, job.marked, objective, answer_tokens=count, reused=reused)
     try:
         return plan(strict=bool(call.strict), load=load)
     except ObjectiveMissed as missed:
