@@ -2,7 +2,6 @@
 log-probabilities."""
 
 import dataclasses
-import math
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,11 +28,10 @@ _MOST_FORCED = 64
 # Shares of tokens that a grammar does not refuse, by whether it allows most tokens, before any is known.
 _FIRST_SHARES = {True: 0.97, False: 0.9}
 # Weight of a token in its share, and of the first share when a token was masked.
-_WEIGHT, _RETURN, _MOST_SHARE = 0.05, 0.02, 0.995
-# Time of a token without a mask, relative to one with it: at first, and at most.
-_FIRST_COST, _MOST_COST = 0.8, 0.95
-# Share of draft tokens that must be usable: a pass costs little more for them.
-_PASS_SHARE = 0.3
+_WEIGHT, _RETURN = 0.08, 0.02
+# Times relative to a token under its mask: of each further token of a block until it is known, and at most
+# (else a wrong one would never be measured again), and of a draft with its verification.
+_FURTHER, _MOST_FURTHER, _DRAFTED = 0.8, 0.9, 1.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +158,7 @@ class GuidedDecoding(Decoding):
         limit = min(remaining, len(self.matcher.forced(_MOST_FORCED)) + 1)
         if not self._jumps(limit - 1) and self._chances is not None:
             most = self._free.limit(pace, remaining)
-            worth = min(most, self._chances.tokens(self.matcher.wide, one_pass=self._free.one_pass))
+            worth = self._chances.tokens(self.matcher.wide, most, one_pass=self._free.one_pass)
             self._freely = worth > 0
             return max(1, worth)
         return limit if self._jumps(limit - 1) else 1
@@ -183,6 +181,7 @@ class GuidedDecoding(Decoding):
             if found.tokens:
                 return found
             row = dataclasses.replace(row, cache=found.cache, sampler=found.sampler, limit=1)
+            self._began_s = time.perf_counter()
         cache, sampler, at = row.cache, row.sampler, len(cached)
         fed, logits = [int(np.asarray(row.token)[0])], None
         if self.waits and self.matcher is not None and not self.matcher.ready:
@@ -232,7 +231,9 @@ class GuidedDecoding(Decoding):
             return dataclasses.replace(found, sampler=sampler)
         kept = matcher.offer(tokens, self._jumps)
         if wide is not None and self._chances is not None:
-            self._chances.offered(wide, kept, len(tokens), time.perf_counter() - self._began_s)
+            took_s = time.perf_counter() - self._began_s
+            refused = kept < len(tokens) and not self._jumps(len(matcher.forced(_MOST_FORCED)))
+            self._chances.offered(wide, kept, len(tokens), refused=refused, took_s=took_s)
         if kept == len(tokens):
             return dataclasses.replace(found, sampler=sampler)
         # The attention mass of what is cut stays: so few tokens hardly change it.
@@ -278,36 +279,44 @@ class GuidedDecoding(Decoding):
 
 
 class Chances:
-    """How many tokens are worth sampling without a mask, by the shares that the grammar did not refuse."""
+    """How many tokens are worth sampling without a mask, by the shares that the grammar did not refuse and
+    the times of dispatches."""
 
     def __init__(self) -> None:
         # The share where most tokens are allowed, and elsewhere.
         self._shares = dict(_FIRST_SHARES)
         self._refused = False
-        # Time per token without a mask, and with one.
-        self._free_s = self._masked_s = 0.0
+        # Time of a token under its mask, and of each further token of a block; 0 until they are known.
+        self._masked_s = self._further_s = 0.0
 
-    def tokens(self, wide: bool, *, one_pass: bool) -> int:
-        """Number of tokens to sample in the next dispatch; 0 to sample one under its mask.
+    def tokens(self, wide: bool, most: int, *, one_pass: bool) -> int:
+        """Number of tokens to sample in the next dispatch, at most `most`; 0 to sample one under its mask.
 
         Args:
           wide: whether the mask allows most tokens.
+          most: limit of the dispatch.
           one_pass: see `Decoding`.
         """
-        if self._refused:
+        if self._refused or most < 2:
             # The next token is known to need its mask.
             return 0
-        relative = self._free_s / self._masked_s if self._free_s and self._masked_s else _FIRST_COST
-        # Each further token is used if none before it was refused.
-        least = _PASS_SHARE if one_pass else min(relative, _MOST_COST)
-        return int(math.log(least) / math.log(min(self._shares[wide], _MOST_SHARE)))
+        further = self._further_s / self._masked_s if self._further_s and self._masked_s else _FURTHER
+        first, further = (_DRAFTED, 0.0) if one_pass else (1.0, min(further, _MOST_FURTHER))
+        share = self._shares[wide]
+        # A token is used if none before it was refused; a token under a mask costs 1.
+        counts = np.arange(1, most + 1)
+        rates = np.cumsum(share**counts) / (first + further * (counts - 1))
+        best = int(rates.argmax())
+        return best + 1 if rates[best] > 1 else 0
 
-    def offered(self, wide: bool, kept: int, tokens: int, took_s: float) -> None:
-        """Learns from tokens of one dispatch, of which the first `kept` were not refused."""
-        self._refused = kept < tokens
+    def offered(self, wide: bool, kept: int, tokens: int, *, refused: bool, took_s: float) -> None:
+        """Learns from tokens of one dispatch, of which the first `kept` were used; the next was `refused`, or
+        is fed in another way."""
+        self._refused = refused
         for each in range(min(kept + 1, tokens)):
             self._shares[wide] += _WEIGHT * ((each < kept) - self._shares[wide])
-        self._free_s = _mean(self._free_s, took_s / tokens)
+        if tokens > 1 and took_s > self._masked_s > 0:
+            self._further_s = _mean(self._further_s, (took_s - self._masked_s) / (tokens - 1))
 
     def masked(self, took_s: float) -> None:
         """Learns from a token under its mask; what was refused often is tried again later."""

@@ -211,10 +211,10 @@ def test_free_tokens_and_late_masks_give_what_masks_in_time_give(way, tmp_path, 
         return [(each.tokens, each.finish_reason) for each in found]
 
     drafted: list[int] = []
-    expected = answers(lambda self, wide, one_pass: 0)
+    expected = answers(lambda self, wide, most, one_pass: 0)
     assert not offers
-    assert answers(lambda self, wide, one_pass: 0, late=True) == expected
-    assert answers(lambda self, wide, one_pass: 0 if self._refused else 9) == expected
+    assert answers(lambda self, wide, most, one_pass: 0, late=True) == expected
+    assert answers(lambda self, wide, most, one_pass: 0 if self._refused else min(most, 9)) == expected
     assert answers(guided.Chances.tokens) == expected
     assert {kept == tokens for kept, tokens in offers} == {True, False}
     assert max(kept for kept, _ in offers) > 2
