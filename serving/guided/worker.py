@@ -33,10 +33,10 @@ from jaxllm.errors import one_line
 if TYPE_CHECKING:
     import llguidance
 
-# At these limits a step takes some 15 ms, and an answer some 100 MB.
+# At these limits a step takes some 15 ms, an answer some 100 MB, and the first lexer some 70 ms.
 _LIMITS: Any = dict(
     max_items_in_row=2000,
-    initial_lexer_fuel=500_000,
+    initial_lexer_fuel=150_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
     max_lexer_states=50_000,
@@ -52,14 +52,10 @@ _NICE = 5
 _SPACE_KEYS = frozenset({"whitespace_pattern", "whitespace_flexible"})
 _WHITE_SPACE = {"whitespace_pattern": r"( |\n[ ]{0,12})?"}
 _JSON = {"coerce_one_of": True}
-# Errors of the compiler, and the level of preparation that may avoid them.
-_PLAINER = (
-    (("nsatisfiable", "too large"), 1),
-    (
-        ("nsatisfiable", "too large", "too big", "disjoint", "circular ref", "intersection", "maxProperties"),
-        2,
-    ),
-)
+# Errors of the compiler that a simpler schema may not have.
+_COMPLEX = (
+    "nsatisfiable", "too large", "too big", "disjoint", "circular ref", "intersection", "maxProperties",
+)  # fmt: skip
 _WARM_UP = {"kind": "json", "text": "", "stop_ids": (), "text_tokens": 1 << 30, "completed": False}
 _LENGTH = struct.Struct(">Q")
 # Number of tokens that were taken, whether the text may end after the forced tokens, whether they complete
@@ -116,8 +112,10 @@ def serve(descriptor: int) -> None:
         send(control, json.dumps({"error": one_line(error)}).encode())
         return
     send(control, b"{}")
-    # Otherwise garbage collection would copy the pages that the processes share.
+    # Otherwise garbage collection would copy the pages that the processes share, and search the parts of a
+    # large schema again and again: nothing here is in a circle.
     gc.freeze()
+    gc.disable()
     if own := _forked(control):
         with contextlib.suppress(OSError):
             pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -183,21 +181,14 @@ class _Following:
         self.shortest, self._checked = 0, NO_LIMIT
         self._last, self._stops = request["text_tokens"], frozenset(request["stop_ids"])
         limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
-        first, kind, level = "", request["kind"], 0
-        while True:
-            source = _source(kind, request["text"], level)
+        kind, text = request["kind"], request["text"]
+        self._matcher = llguidance.LLMatcher(tokenizer, _source(kind, text), log_level=0, limits=limits)
+        error = self._matcher.get_error()
+        if kind != "regex" and any(word in error for word in _COMPLEX):
+            source = _source(kind, text, simple=True)
             self._matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
-            if not self._matcher.is_error():
-                return
-            # A plainer schema may not have the error.
-            error = self._matcher.get_error()
-            first = first or error
-            levels = [
-                each for words, each in _PLAINER if level < each and any(word in error for word in words)
-            ]
-            if not levels or kind == "regex":
-                raise ValueError(first)
-            level = levels[0]
+        if self._matcher.is_error():
+            raise ValueError(error)
 
     def follow(self, tokens: Sequence[int] = (), left: int = NO_LIMIT) -> bytes:
         """Advances by tokens, up to one that is not allowed or after which others are forced, and by these:
@@ -318,13 +309,13 @@ def _tail(text: bytes) -> bytes:
     return b'"' * (plain.count(b'"') % 2) + b"\\" * plain.endswith(b"\\")
 
 
-def _source(kind: str, text: str, level: int) -> str:
-    """The compiler's grammar for a caller's; its schemas are prepared at a level."""
+def _source(kind: str, text: str, *, simple: bool = False) -> str:
+    """The compiler's grammar for a caller's."""
     from llguidance import LLMatcher
 
     from jaxllm.serving.guided.grammar import with_schemas
 
-    change = functools.partial(_readable_schema, level=level)
+    change = functools.partial(_readable_schema, simple=simple)
     match kind:
         case "regex":
             return LLMatcher.grammar_from_regex(text)
@@ -333,11 +324,11 @@ def _source(kind: str, text: str, level: int) -> str:
     return LLMatcher.grammar_from_json_schema(change(json.loads(text or '{"type": "object"}')))
 
 
-def _readable_schema(schema: Any, level: int) -> dict[str, Any]:
+def _readable_schema(schema: Any, *, simple: bool) -> dict[str, Any]:
     """A schema as the compiler reads it (see `jaxllm.serving.guided.schema`)."""
     from jaxllm.serving.guided.schema import prepared
 
-    found = prepared(schema, _is_supported, level)
+    found = prepared(schema, _is_supported, simple=simple)
     if found is False:
         raise ValueError("it matches no text")
     found = {} if found is True else found
