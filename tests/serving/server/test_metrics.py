@@ -206,7 +206,7 @@ def test_the_chat_shows_thoughts_in_a_fold_and_switches_them():
         bodies.push([path, JSON.parse(body), headers.Authorization]);
         if (path === "/api/show") return { ok: true, json: async () => ({ capabilities: ["thinking"] }) };
         const parts = JSON.parse(body).enable_thinking
-          ? ["Bec", "ause."].map((each) => ({ reasoning_content: each })).concat([{ content: "So" }, { content: "!" }])
+          ? [...["Bec", "ause."].map((each) => ({ reasoning_content: each })), ...["So", "!"].map((content) => ({ content }))]
           : [{ content: "No" }];
         const bytes = (text) => new TextEncoder().encode(text);
         return { ok: true, body: new ReadableStream({
