@@ -265,7 +265,7 @@ class Matcher:
     def wide(self) -> bool:
         """Whether most tokens are allowed, such as within a string."""
         self.wait()
-        return not self._forced and 2 * np.count_nonzero(self._mask) > len(self._mask)
+        return not self._forced and bool(2 * np.count_nonzero(self._mask) > len(self._mask))
 
     def _is_text(self, token: int) -> bool:
         return token >= 0 and token not in self._stop_set and bool(self._text_tokens[token])

@@ -45,7 +45,7 @@ _LIMITS: Any = dict(
 COMPILE_S, STEP_S = 1.0, 0.25
 # Address space beyond the tokenizer's, and stack.
 _MEMORY_BYTES, _STACK_BYTES = 1 << 29, 8 << 20
-# Answers go first. Only to compile: whoever waits for a mask has the device wait.
+# Answers go first. Only to compile: the device may be waiting for a mask.
 _NICE = 5
 # Between the parts of JSON a space, or a line break with an indentation, is allowed: else models may write
 # white space without end. Overlapping alternatives are checked afterwards.

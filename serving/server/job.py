@@ -178,13 +178,13 @@ class Job(Work):
             self.cancel()
 
     def saw_answer(self, at_s: float) -> None:
-        """Tells when the first text or call came, which only the reader can tell from reasoning."""
+        """Records when the first text or call came, which only the reader distinguishes from reasoning."""
         if self._answer_s is None:
             self._answer_s = at_s
 
     def _judged(self, end: Ended) -> Ended:
-        """The end with the time to the first text or call, if the reader told of it, and whether an objective
-        of that time was met."""
+        """The end with the time to the first text or call, if the reader recorded it, and whether an
+        objective of that time was met."""
         if self._answer_s is None:
             return end
         answer_ms, met = 1000 * (self._answer_s - self.arrived_s), end.met
@@ -194,7 +194,7 @@ class Job(Work):
 
     @property
     def progress(self) -> Mapping[str, int] | None:
-        """Progress of the prompt, as llama.cpp's server tells it: tokens in total, found in a cache, and
+        """Progress of the prompt, as llama.cpp's server reports it: tokens in total, found in a cache, and
         computed or found, and milliseconds since the call; None before it begins and after it."""
         run = self.run
         if run is None or run.stage != "prefill":

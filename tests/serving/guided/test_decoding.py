@@ -148,8 +148,8 @@ def test_log_probabilities_are_those_of_the_model(engine):
 
 def test_log_probabilities_change_no_token(engine):
     greedy = GenerationConfig(max_tokens=60, ignore_eos=True)
-    told = dataclasses.replace(greedy, top_logprobs=0)
-    assert engine.generate(PROMPT, told).tokens == engine.generate(PROMPT, greedy).tokens
+    scored = dataclasses.replace(greedy, top_logprobs=0)
+    assert engine.generate(PROMPT, scored).tokens == engine.generate(PROMPT, greedy).tokens
     text = json.dumps(SCHEMA)
     plain = engine.generate(PROMPT, config(text, "json_schema"))
     both = engine.generate(PROMPT, config(text, "json_schema", top_logprobs=1))
@@ -241,10 +241,10 @@ def test_every_runner_follows_grammars_and_compiles_nothing(way, tmp_path, compi
             answer = engine.generate(PROMPT, each)
             assert answer.finish_reason == "stop"
             require_schema(answer.text)
-            told = engine.generate(PROMPT, dataclasses.replace(each, top_logprobs=2))
-            require_schema(told.text)
-            assert told.logprobs is not None
-            assert len(told.logprobs) == len(told.tokens)
+            scored = engine.generate(PROMPT, dataclasses.replace(each, top_logprobs=2))
+            require_schema(scored.text)
+            assert scored.logprobs is not None
+            assert len(scored.logprobs) == len(scored.tokens)
         assert engine.request(PROMPT, each).drafted == (way == "drafted")
         assert count() == 0
     engine.close()

@@ -132,7 +132,7 @@ def test_a_grammar_that_ends_its_process_ends_its_call_alone(fresh_compiler, mon
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"is too complex: it took more than 1 seconds.* use a smaller"):
             fresh_compiler.matcher(killer, STOPS)
-    # The second call was told what came of the first.
+    # The second call got the result of the first.
     assert fresh_compiler.counts == {"compiled": 1, "refused": 0, "ended": 1}
     assert followed(begun) == "aac"
     assert followed(fresh_compiler.matcher(Grammar(kind="regex", text="abc"), STOPS)) == "abc"

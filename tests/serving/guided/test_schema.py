@@ -1,4 +1,4 @@
-"""JSON schemas as grammars: random answers of every feature match them, and what is left is told."""
+"""JSON schemas as grammars: random answers of every feature match them, and what is left is reported."""
 
 import json
 import re

@@ -205,8 +205,9 @@ def test_the_chat_shows_thoughts_in_a_fold_and_switches_them():
       globalThis.fetch = async (path, { body, headers }) => {
         bodies.push([path, JSON.parse(body), headers.Authorization]);
         if (path === "/api/show") return { ok: true, json: async () => ({ capabilities: ["thinking"] }) };
+        const thought = ["Bec", "ause."].map((each) => ({ reasoning_content: each }));
         const parts = JSON.parse(body).enable_thinking
-          ? [...["Bec", "ause."].map((each) => ({ reasoning_content: each })), ...["So", "!"].map((content) => ({ content }))]
+          ? [...thought, { content: "So" }, { content: "!" }]
           : [{ content: "No" }];
         const bytes = (text) => new TextEncoder().encode(text);
         return { ok: true, body: new ReadableStream({
