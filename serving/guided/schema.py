@@ -256,11 +256,8 @@ class _Preparation:
     def _names_in_parts(self, schema: dict[str, Any], resolver: Any, seen: set[int]) -> list[str] | None:
         """See `_property_names`, of a plain schema."""
         properties = schema.get("properties")
-        found = (
-            [each for each in properties if properties[each] is not False]
-            if isinstance(properties, dict)
-            else []
-        )
+        properties = properties if isinstance(properties, dict) else {}
+        found = [each for each in properties if properties[each] is not False]
         found += [each for each in _list(schema, "required") if isinstance(each, str)]
         parts = [(each, resolver) for key in ("allOf", *_BRANCHES) for each in _list(schema, key)]
         parts += [self._target(schema, each, resolver) for each in _REFERENCES if each in schema]
@@ -289,12 +286,8 @@ class _Preparation:
                 self._plain[id(schema)] = schema, schema
         if id(schema) not in self._plain:
             found = {key: _counted(key, schema[key]) for key in schema}
-            more = [
-                *self._conditions(found, resolver),
-                *_dependencies(found),
-                *self._exclusive(found, resolver),
-            ]
-            more = [each for each in more if each is not True]
+            more = [*self._conditions(found, resolver), *_dependencies(found)]
+            more = [each for each in (*more, *self._exclusive(found, resolver)) if each is not True]
             self._set_array(found, resolver)
             unevaluated = found.pop("unevaluatedProperties", None)
             composed = found.keys() & {"allOf", *_BRANCHES, *_REFERENCES}
@@ -480,22 +473,12 @@ class _Preparation:
         values = [each for at, each in enumerate(values) if not _among(each, values[:at])]
         least, most = found.get("minItems", 0), min(found.get("maxItems", len(values)), len(values))
         found["maxItems"] = most
-        if (
-            len(values) <= _MOST_UNIQUE
-            and not ("allOf" in found or "anyOf" in found)
-            and kinds_of(found) == ["array"]
-        ):
-            sizes = range(max(least, 0), most + 1)
-            subsets = [each for size in sizes for each in itertools.combinations(values, size)]
-            found["anyOf"] = [
-                {
-                    "type": "array",
-                    "prefixItems": [{"const": each} for each in subset],
-                    "items": False,
-                    "minItems": len(subset),
-                }
-                for subset in subsets
-            ]
+        few = len(values) <= _MOST_UNIQUE and not found.keys() & {"allOf", "anyOf"}
+        if few and kinds_of(found) == ["array"]:
+            constants, sizes = [{"const": each} for each in values], range(max(least, 0), most + 1)
+            subsets = [[*each] for size in sizes for each in itertools.combinations(constants, size)]
+            form = {"type": "array", "items": False}
+            found["anyOf"] = [form | {"prefixItems": each, "minItems": len(each)} for each in subsets]
             del found["items"]
 
 
