@@ -83,6 +83,11 @@ class Sampling:
         neutral = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) == (1, 0, 0)
         return not neutral or bool(self.logit_bias)
 
+    @property
+    def filters(self) -> bool:
+        """Whether unlikely tokens are dropped before one is sampled."""
+        return self.temperature > 0 and (self.top_k, self.top_p, self.min_p) != (0, 1, 0)
+
 
 # Counts and number of sampled tokens (see `SamplerState`).
 Progress = tuple["jax.Array", "jax.Array"]

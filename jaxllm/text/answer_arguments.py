@@ -107,7 +107,7 @@ def arguments(text: Input, syntax: CallSyntax, schema: Any, sink: Sink) -> Parsi
     Args:
       text: the text, at the arguments.
       syntax: syntax of the call.
-      schema: the tool's parameters, which have the types of values that the syntax does not tell.
+      schema: the tool's parameters, which have the types of values that the syntax does not distinguish.
       sink: gets the pieces.
 
     Raises:

@@ -40,7 +40,7 @@ class CallArguments:
 
     Attributes:
       index: index of the call.
-      text: JSON, whatever syntax the model has for arguments.
+      text: JSON, for every syntax of arguments.
     """
 
     index: int

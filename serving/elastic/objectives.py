@@ -102,19 +102,22 @@ def expected_cost(
     *,
     planning_ms: float = 0.0,
     reused: int = 0,
+    thought_tokens: int = 0,
 ) -> Cost:
     """The expected cost of an answer of `answer_tokens` at a level, after a prompt of so many tokens.
 
     Ratios refer to that of the whole model with the whole prompt, where `planning_ms` is only the time to
     tokenize the request."""
     costs = expected_costs(
-        profile, (level,), (prompt_tokens,), answer_tokens, planning_ms=planning_ms, reused=(reused,)
-    )
+        profile, (level,), (prompt_tokens,), answer_tokens, planning_ms=planning_ms, reused=(reused,),
+        thought_tokens=thought_tokens,
+    )  # fmt: skip
     return Cost(
         ttft_ms=float(costs.ttft_ms[0, 0]),
         tpot_ms=float(costs.tpot_ms[0, 0]),
         tokens=answer_tokens,
         joules=None if costs.joules is None else float(costs.joules[0, 0]),
+        thought_tokens=thought_tokens,
     )
 
 
@@ -126,6 +129,7 @@ def expected_costs(
     *,
     planning_ms: float = 0.0,
     reused: Sequence[int] = (),
+    thought_tokens: int = 0,
 ) -> Cost:
     """`expected_cost` of levels and prompt lengths: arrays `[levels, lengths]`.
 
@@ -136,6 +140,7 @@ def expected_costs(
       answer_tokens: length of the answer.
       planning_ms: time before the computation.
       reused: number of cached tokens at the prompt's start, for each level; empty for none.
+      thought_tokens: see `Cost`.
     """
     ttft_ms = profile.ttfts(levels, prompt_tokens)
     joules = None
@@ -155,6 +160,7 @@ def expected_costs(
         tpot_ms=profile.tpots(levels, prompt_tokens),
         tokens=answer_tokens,
         joules=joules,
+        thought_tokens=thought_tokens,
     )
 
 
@@ -184,10 +190,10 @@ def overrun(objective: Objective, cost: Cost, whole: Cost) -> Any:
             )
         return cost.joules / objective.joules
     if isinstance(objective, Slo):
-        most_ttft, most_tpot = objective.limits(whole.ttft_ms, whole.tpot_ms)
+        most_ttft, most_tpot = objective.limits(whole.counted_ttft_ms, whole.tpot_ms)
     else:
         most_ttft, most_tpot = objective.ttft_ms, objective.tpot_ms
-    first = cost.ttft_ms / most_ttft
+    first = cost.counted_ttft_ms / most_ttft
     # An answer of one token has no time per further token.
     return np.maximum(first, cost.tpot_ms / most_tpot) if cost.tokens > 1 else first
 

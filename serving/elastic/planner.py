@@ -5,11 +5,12 @@ device's profile, including planning, is replaced by the largest choice that mee
 if its own time can pay off: if a shorter prompt allows a larger level than the whole prompt without it.
 """
 
+import copy
 import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -140,7 +141,15 @@ class Planner:
         self._ratios = (1.0,) if proposer is None else tuple(proposer.prompt_ratios)
         self.least_ratio = self._ratios[0]
         self._margin, self.safety_margin = margin, safety_margin
+        self._thought_tokens = 0
         self._set_profile(profile)
+
+    def thinking(self, tokens: int) -> Self:
+        """The same planner for answers whose objective counts from the end of a thought of at most `tokens`
+        tokens, which are a part of the answer's."""
+        found = copy.copy(self)
+        found._thought_tokens = tokens
+        return found
 
     def use(self, profile: DeviceProfile) -> None:
         """Replaces the profile, and resets the safety margin."""
@@ -182,7 +191,7 @@ class Planner:
         answers = max(1, answer_tokens)
         request = _Request(
             objective=objective, answer_tokens=answers, load=load, began=began, reused=reused,
-            whole=expected_cost(self._profile, FULL_LEVEL, len(prompt.ids), answers, planning_ms=tokenize_ms),
+            whole=self._cost(FULL_LEVEL, len(prompt.ids), answers, planning_ms=tokenize_ms),
             tokenize_ms=tokenize_ms,
         )  # fmt: skip
         *higher, least = self._factors()
@@ -208,7 +217,7 @@ class Planner:
         """
         answers, factors, missed = max(1, answer_tokens), self._factors()[-1], []
         for tokens in self._profile.tokens:
-            whole = expected_cost(self._profile, FULL_LEVEL, tokens, answers)
+            whole = self._cost(FULL_LEVEL, tokens, answers)
             request = _Request(objective=objective, answer_tokens=answers, whole=whole)
             choices = [self._excess(request, factors, [tokens], 0.0)]
             if self._proposer is not None:
@@ -217,6 +226,12 @@ class Planner:
             if min(each.min() for each in choices) > 1:
                 missed.append(tokens)
         return tuple(missed)
+
+    def _cost(self, level: int, prompt_tokens: int, answer_tokens: int, **more: Any) -> Cost:
+        thought = self._thought_tokens
+        return expected_cost(
+            self._profile, level, prompt_tokens, answer_tokens, thought_tokens=thought, **more
+        )
 
     def _set_profile(self, profile: DeviceProfile) -> None:
         self._profile = profile
@@ -246,9 +261,8 @@ class Planner:
 
         def made(level: int, ratio: float, kept: np.ndarray, source: Source) -> Plan:
             spent_ms, cached = request.spent_ms(), reused.get(level, 0) if len(kept) == tokens else 0
-            cost = expected_cost(
-                self._profile, level, len(kept), request.answer_tokens, planning_ms=spent_ms, reused=cached
-            )
+            answer_tokens = request.answer_tokens
+            cost = self._cost(level, len(kept), answer_tokens, planning_ms=spent_ms, reused=cached)
             return Plan(
                 level=level, prompt_ratio=ratio, kept=kept, prompt_tokens=tokens, source=source,
                 expected=cost, whole=request.whole, planning_ms=spent_ms - request.tokenize_ms,
@@ -267,10 +281,8 @@ class Planner:
 
         cost = request.whole
         if cached := reused.get(FULL_LEVEL, 0):
-            cost = expected_cost(
-                self._profile, FULL_LEVEL, tokens, request.answer_tokens,
-                planning_ms=request.tokenize_ms, reused=cached,
-            )  # fmt: skip
+            answer_tokens, spent_ms = request.answer_tokens, request.tokenize_ms
+            cost = self._cost(FULL_LEVEL, tokens, answer_tokens, planning_ms=spent_ms, reused=cached)
         if request.excess(cost, factors) <= 1:
             return made(FULL_LEVEL, 1.0, np.arange(tokens), "whole")
         # The whole prompt, without the proposer's time; then all choices, with its time.
@@ -330,8 +342,9 @@ class Planner:
     ) -> np.ndarray:
         """The excess of each choice `[levels, prompt_ratios]`, by the number of kept tokens at each ratio."""
         costs = expected_costs(
-            self._profile, self._levels, counts, request.answer_tokens, planning_ms=planning_ms, reused=reused
-        )
+            self._profile, self._levels, counts, request.answer_tokens, planning_ms=planning_ms,
+            reused=reused, thought_tokens=self._thought_tokens,
+        )  # fmt: skip
         return request.excess(costs, factors)
 
 

@@ -318,7 +318,7 @@ class Engine(Generic[AnyModel]):
             level=runner.level,
             drafted=self.speculation is not None
             and runner is self.runner
-            and not config.guided
+            and config.top_logprobs is None
             and rows is None,
             sliding=sliding,
             tpot_ms=tpot_ms,
@@ -333,22 +333,23 @@ class Engine(Generic[AnyModel]):
         Raises:
           ConfigError: the grammar is invalid, or log-probabilities are not available.
         """
-        config = request.config
-        if config.guided:
-            matcher = None
-            if config.grammar is not None:
-                stop_ids = config.stop_ids(self.tokenizer.eos_ids)
-                # The window ends an answer, too, unless it slides.
-                room = self.runner.options.context_tokens - len(request.prompt) + 1
-                most = config.max_tokens if request.sliding else min(config.max_tokens, room)
-                # Here, because few requests need its import.
-                from jaxllm.serving.guided.thought import matcher_of
+        config, drafts = request.config, self.speculation
+        decoding = Decoding(self.runner_at(request.level))
+        if drafts is not None and request.drafted:
+            decoding = drafts if request.source is None else drafts.of(request.source)
+        if not config.guided:
+            return decoding
+        matcher = None
+        if config.grammar is not None:
+            stop_ids = config.stop_ids(self.tokenizer.eos_ids)
+            # The window ends an answer, too, unless it slides.
+            room = self.runner.options.context_tokens - len(request.prompt) + 1
+            most = config.max_tokens if request.sliding else min(config.max_tokens, room)
+            # Here, because few requests need its import.
+            from jaxllm.serving.guided.thought import matcher_of
 
-                matcher = matcher_of(self.grammars, self.tokenizer, config.grammar, stop_ids, most)
-            return GuidedDecoding(self.runner_at(request.level), matcher, config.top_logprobs)
-        if (drafts := self.speculation) is not None and request.drafted:
-            return drafts if request.source is None else drafts.of(request.source)
-        return Decoding(self.runner_at(request.level))
+            matcher = matcher_of(self.grammars, self.tokenizer, config.grammar, stop_ids, most)
+        return GuidedDecoding(decoding, matcher, config.top_logprobs, filters=config.sampling.filters)
 
     def submit(self, request: Request, *, session: Session | None = None) -> Answer:
         """Makes the answer of a request, without running its first step.

@@ -47,7 +47,8 @@ class GenerationConfig:
       ignore_eos: whether to continue past the model's end tokens.
       task: task of an encoder-decoder, one of `TokenizerFiles.tasks`, whose prefix is put before a source
         text; empty for the model's default, or none.
-      grammar: grammar that the text must match; None for any text. The answer then has no drafts.
+      grammar: grammar that the text must match; None for any text. The answer has drafts unless its
+        sampling `filters`.
       top_logprobs: number of most likely tokens to return log-probabilities of, besides each sampled
         token; None for none. The answer then has no drafts, and one token per dispatch.
     """

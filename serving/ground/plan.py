@@ -17,12 +17,20 @@ class Cost:
       tpot_ms: time per further token.
       tokens: number of tokens of the answer.
       joules: energy; None if unknown.
+      thought_tokens: number of its tokens before the first that an objective counts: those of a thought with
+        a budget; 0 for none, or no known number.
     """
 
     ttft_ms: Any
     tpot_ms: Any
     tokens: int
     joules: Any = None
+    thought_tokens: int = 0
+
+    @property
+    def counted_ttft_ms(self) -> Any:
+        """Time to the first token that an objective counts."""
+        return self.ttft_ms + self.tpot_ms * self.thought_tokens
 
     @property
     def total_ms(self) -> Any:

@@ -256,7 +256,7 @@ class _Rules:
         special = self._split.match(end) if self._split else None
         if special is not None:
             return f"{self.new(_ANYTHING, 'TEXT')} {self.literal(end)}"
-        # The scanner ends it at the marker, whatever white space is before it.
+        # The scanner ends it at the marker and any white space before it.
         core = end.strip()
         after = end[end.index(core) + len(core) :]
         body = rf"/(.|\n)*{_escaped(core)}/"

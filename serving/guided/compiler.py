@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -229,15 +229,49 @@ class Matcher:
             if token in self._stop_set:
                 return
             self.wait()
-            self._taken += 1
             if self._forced:
                 # The process is past them already.
                 self._forced.popleft()
+                self._taken += 1
             else:
-                self._send(token)
+                self._send([token])
 
-    def _send(self, token: int) -> None:
-        """Requests the mask after a token; if that fails, `wait` raises the error."""
+    def offer(self, tokens: Sequence[int], jumps: Callable[[int], bool]) -> int:
+        """Advances by tokens that were sampled without masks, up to the first that is not allowed, or that is
+        fed in another way: returns their number, after waiting for the mask of the next one.
+
+        Args:
+          tokens: tokens to take.
+          jumps: whether a number of forced tokens are fed as a chunk.
+        """
+        self.wait()
+        before, text = self._taken, list(itertools.takewhile(self._is_text, tokens))
+        while rest := text[self._taken - before :]:
+            if self._forced:
+                if jumps(len(self._forced)) or rest[0] != self._forced[0]:
+                    break
+                self.take(rest[:1])
+            elif self._mask[rest[0]]:
+                self._send(rest)
+                self.wait()
+            else:
+                break
+        taken = self._taken - before
+        # A token that ends the answer changes no state.
+        ends = taken == len(text) < len(tokens) and tokens[taken] in self._stop_set
+        return taken + (ends and self._may_end and not self._forced)
+
+    @property
+    def wide(self) -> bool:
+        """Whether most tokens are allowed, such as within a string."""
+        self.wait()
+        return not self._forced and bool(2 * np.count_nonzero(self._mask) > len(self._mask))
+
+    def _is_text(self, token: int) -> bool:
+        return token >= 0 and token not in self._stop_set and bool(self._text_tokens[token])
+
+    def _send(self, tokens: Sequence[int]) -> None:
+        """Requests the mask after tokens; if that fails, `wait` raises the error."""
         if self.channel is None:
             try:
                 self.channel = _handed(self._compiled.control)
@@ -249,9 +283,10 @@ class Matcher:
             # A process that has ended is found by `wait`.
             left = NO_LIMIT if self._most_tokens is None else max(0, self._most_tokens - self._taken)
             with contextlib.suppress(OSError):
-                send(self.channel, array.array("I", [left, token]).tobytes())
+                send(self.channel, array.array("I", [left, *tokens]).tobytes())
 
-    def _set(self, may_end: bool, completed: bool, forced: list[int], mask: bytes) -> None:
+    def _set(self, taken: int, may_end: bool, completed: bool, forced: list[int], mask: bytes) -> None:
+        self._taken += taken
         self.completed = completed
         self._forced.extend(forced)
         bits = np.frombuffer(mask, np.uint8)

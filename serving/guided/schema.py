@@ -40,23 +40,30 @@ _NOTES = frozenset(
     }
 )  # fmt: skip
 _NUMBERS = {each: {"type": each} for each in ("integer", "number")}
+# Keywords that stay as they are, beside a type and the schema of items: most schemas have no others.
+_UNCHANGED = _NOTES | {
+    "type", "items", "properties", "additionalProperties", "patternProperties", "required", "enum", "const",
+    "pattern", "format", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "anyOf",
+    *_REFERENCES,
+}  # fmt: skip
 # Sets of so many values are written out as their subsets, and so many alternatives exclude each other.
 _MOST_UNIQUE, _MOST_EXCLUSIVE = 6, 8
 
 
-def prepared(schema: Any, supported: Callable[[str], bool], level: int = 0) -> Any:
+def prepared(schema: Any, supported: Callable[[str], bool], *, simple: bool = False) -> Any:
     """The schema that the compiler reads instead of a caller's.
 
     Args:
       schema: a JSON schema.
       supported: whether the compiler reads a regular expression.
-      level: 0 with limited recursion; 1 without; 2 without what the compiler may not be able to combine.
+      simple: whether to leave out what the compiler may not be able to combine, and to leave recursion
+        unlimited.
 
     Raises:
       ValueError: a reference leads out of the schema, or something is no schema.
     """
-    found = _Preparation(schema, supported, simple=level == 2).root()
-    return unrolled(found) if level == 0 else found
+    found = _Preparation(schema, supported, simple=simple).root()
+    return found if simple else unrolled(found)
 
 
 def dialect(schema: Any) -> str:
@@ -91,6 +98,9 @@ class _Preparation:
         self._used = set[str]()
         # Results of `_plainer` by identities, with the schemas, whose identities would be reused otherwise.
         self._plain: dict[int, tuple[Any, Any]] = {}
+        # Results of `_property_names` by identities of plain schemas; the number of circles met so far.
+        self._property_names_of: dict[int, list[str] | None] = {}
+        self._circles = 0
 
     def root(self) -> Any:
         """The whole schema, rewritten."""
@@ -116,7 +126,8 @@ class _Preparation:
         branches = [each for each in _BRANCHES if each in schema]
         alone = branches[0] if len(branches) == 1 else None
         # Without alternatives, which are closed one by one.
-        names = self._property_names({key: schema[key] for key in schema if key != alone}, resolver, set())
+        own = schema if alone is None else {key: schema[key] for key in schema if key != alone}
+        names = self._property_names(own, resolver, set())
         known = None if beside is None or names is None else [*dict.fromkeys([*names, *beside])]
         names_some = known or (known is not None and "properties" in schema)
         closes = bool(names_some) and alone is None and _may_be(schema, "object")
@@ -233,21 +244,31 @@ class _Preparation:
             return []
         if any(each in schema for each in _OPEN):
             return None
+        if id(schema) not in self._property_names_of:
+            circles = self._circles
+            found = self._names_in_parts(schema, resolver, seen)
+            if seen and circles != self._circles:
+                # Without the names of a part that is being read.
+                return found
+            self._property_names_of[id(schema)] = found
+        return self._property_names_of[id(schema)]
+
+    def _names_in_parts(self, schema: dict[str, Any], resolver: Any, seen: set[int]) -> list[str] | None:
+        """See `_property_names`, of a plain schema."""
         properties = schema.get("properties")
-        found = (
-            [each for each in properties if properties[each] is not False]
-            if isinstance(properties, dict)
-            else []
-        )
+        properties = properties if isinstance(properties, dict) else {}
+        found = [each for each in properties if properties[each] is not False]
         found += [each for each in _list(schema, "required") if isinstance(each, str)]
         parts = [(each, resolver) for key in ("allOf", *_BRANCHES) for each in _list(schema, key)]
         parts += [self._target(schema, each, resolver) for each in _REFERENCES if each in schema]
         for part, own in parts:
-            if id(part) not in seen:
-                names = self._property_names(part, own, seen | {id(part)})
-                if names is None:
-                    return None
-                found += names
+            if id(part) in seen:
+                self._circles += 1
+                continue
+            names = self._property_names(part, own, seen | {id(part)})
+            if names is None:
+                return None
+            found += names
         return [*dict.fromkeys(found)]
 
     # -- conditions, negations, dependencies ------------------------------------------------------
@@ -259,14 +280,14 @@ class _Preparation:
         if not isinstance(schema, dict):
             raise ValueError(f"a schema must be an object, true or false, got {_shown(schema)}")
         resolver = self._inside(schema, resolver)
+        if id(schema) not in self._plain and schema.keys() <= _UNCHANGED:
+            kinds, items = schema.get("type", "object"), schema.get("items")
+            if isinstance(kinds, str) and kinds != "any" and not isinstance(items, list):
+                self._plain[id(schema)] = schema, schema
         if id(schema) not in self._plain:
             found = {key: _counted(key, schema[key]) for key in schema}
-            more = [
-                *self._conditions(found, resolver),
-                *_dependencies(found),
-                *self._exclusive(found, resolver),
-            ]
-            more = [each for each in more if each is not True]
+            more = [*self._conditions(found, resolver), *_dependencies(found)]
+            more = [each for each in (*more, *self._exclusive(found, resolver)) if each is not True]
             self._set_array(found, resolver)
             unevaluated = found.pop("unevaluatedProperties", None)
             composed = found.keys() & {"allOf", *_BRANCHES, *_REFERENCES}
@@ -286,6 +307,8 @@ class _Preparation:
             if len(only) == 1 and found.keys() <= {"allOf", *_NOTES}:
                 plain, _ = self._plainer(only[0], resolver) if isinstance(only[0], dict) else (only[0], None)
             self._plain[id(schema)] = schema, plain
+            # Plain already.
+            self._plain[id(plain)] = plain, plain
         return self._plain[id(schema)][1], resolver
 
     def _conditions(self, found: dict[str, Any], resolver: Any) -> Iterator[Any]:
@@ -450,22 +473,12 @@ class _Preparation:
         values = [each for at, each in enumerate(values) if not _among(each, values[:at])]
         least, most = found.get("minItems", 0), min(found.get("maxItems", len(values)), len(values))
         found["maxItems"] = most
-        if (
-            len(values) <= _MOST_UNIQUE
-            and not ("allOf" in found or "anyOf" in found)
-            and kinds_of(found) == ["array"]
-        ):
-            sizes = range(max(least, 0), most + 1)
-            subsets = [each for size in sizes for each in itertools.combinations(values, size)]
-            found["anyOf"] = [
-                {
-                    "type": "array",
-                    "prefixItems": [{"const": each} for each in subset],
-                    "items": False,
-                    "minItems": len(subset),
-                }
-                for subset in subsets
-            ]
+        few = len(values) <= _MOST_UNIQUE and not found.keys() & {"allOf", "anyOf"}
+        if few and kinds_of(found) == ["array"]:
+            constants, sizes = [{"const": each} for each in values], range(max(least, 0), most + 1)
+            subsets = [[*each] for size in sizes for each in itertools.combinations(constants, size)]
+            form = {"type": "array", "items": False}
+            found["anyOf"] = [form | {"prefixItems": each, "minItems": len(each)} for each in subsets]
             del found["items"]
 
 

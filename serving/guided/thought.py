@@ -154,8 +154,19 @@ class ThoughtMatcher:
         for token in tokens:
             self._take(token)
 
-    def take_unbounded(self, tokens: Sequence[int]) -> int:
-        """Advances by tokens that followed freely, up to the end of the thought: returns their number."""
+    @property
+    def wide(self) -> bool:
+        """See `Matcher`."""
+        return not self._may_open and self._grammar is not None and self._grammar.wide
+
+    def offer(self, tokens: Sequence[int], jumps: Callable[[int], bool]) -> int:
+        """See `Matcher`; in a thought, up to its end."""
+        if not self.unbounded:
+            if self._may_open or self._forced or self._grammar is None:
+                return 0
+            taken = self._grammar.offer(tokens, jumps)
+            self._taken += taken
+            return taken
         for count, token in enumerate(tokens, 1):
             self._take(token)
             if not self.unbounded:

@@ -24,7 +24,7 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +33,10 @@ from jaxllm.errors import one_line
 if TYPE_CHECKING:
     import llguidance
 
-# At these limits a step takes some 15 ms, and an answer some 100 MB.
+# At these limits a step takes some 15 ms, an answer some 100 MB, and the first lexer some 70 ms.
 _LIMITS: Any = dict(
     max_items_in_row=2000,
-    initial_lexer_fuel=500_000,
+    initial_lexer_fuel=150_000,
     step_lexer_fuel=200_000,
     step_max_items=50_000,
     max_lexer_states=50_000,
@@ -45,25 +45,22 @@ _LIMITS: Any = dict(
 COMPILE_S, STEP_S = 1.0, 0.25
 # Address space beyond the tokenizer's, and stack.
 _MEMORY_BYTES, _STACK_BYTES = 1 << 29, 8 << 20
-# Answers go first. Only to compile: whoever waits for a mask has the device wait.
+# Answers go first. Only to compile: the device may be waiting for a mask.
 _NICE = 5
 # Between the parts of JSON a space, or a line break with an indentation, is allowed: else models may write
 # white space without end. Overlapping alternatives are checked afterwards.
 _SPACE_KEYS = frozenset({"whitespace_pattern", "whitespace_flexible"})
 _WHITE_SPACE = {"whitespace_pattern": r"( |\n[ ]{0,12})?"}
 _JSON = {"coerce_one_of": True}
-# Errors of the compiler, and the level of preparation that may avoid them.
-_PLAINER = (
-    (("nsatisfiable", "too large"), 1),
-    (
-        ("nsatisfiable", "too large", "too big", "disjoint", "circular ref", "intersection", "maxProperties"),
-        2,
-    ),
-)
+# Errors of the compiler that a simpler schema may not have.
+_COMPLEX = (
+    "nsatisfiable", "too large", "too big", "disjoint", "circular ref", "intersection", "maxProperties",
+)  # fmt: skip
 _WARM_UP = {"kind": "json", "text": "", "stop_ids": (), "text_tokens": 1 << 30, "completed": False}
 _LENGTH = struct.Struct(">Q")
-# Whether the text may end after the forced tokens, whether they complete it, and their number.
-_HEAD = struct.Struct(">??I")
+# Number of tokens that were taken, whether the text may end after the forced tokens, whether they complete
+# it, and their number.
+_HEAD = struct.Struct(">I??I")
 # Number of tokens that may follow, where any number may.
 NO_LIMIT = (1 << 32) - 1
 # Processor time to find the end of a text.
@@ -109,14 +106,16 @@ def serve(descriptor: int) -> None:
             setup["tokenizer_json"], n_vocab=setup["vocab_size"], eos_token=setup["eos_ids"]
         )
         # What the library does once is then done for all: one of ours, which is not a caller's.
-        _Following(tokenizer, _WARM_UP).state()
+        _Following(tokenizer, _WARM_UP).follow()
         _ids(tokenizer)
     except BaseException as error:  # panics of the library are no `Exception`
         send(control, json.dumps({"error": one_line(error)}).encode())
         return
     send(control, b"{}")
-    # Otherwise garbage collection would copy the pages that the processes share.
+    # Otherwise garbage collection would copy the pages that the processes share, and search the parts of a
+    # large schema again and again: nothing here is in a circle.
     gc.freeze()
+    gc.disable()
     if own := _forked(control):
         with contextlib.suppress(OSError):
             pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -142,7 +141,7 @@ def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") 
             answer = _Following(tokenizer, request)
             # The length of a shortest text, if answers are completed before they reach their length.
             answer.shortest = len(answer.end() or ()) if request["completed"] else 0
-            found.extend((answer, answer.state()))
+            found.extend((answer, answer.follow()))
         except BaseException as error:
             found.append(error)
 
@@ -162,8 +161,7 @@ def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") 
         left, *tokens = array.array("I", message)
         try:
             with _processor_time(STEP_S):
-                answer.take(tokens)
-                state = answer.state(left)
+                state = answer.follow(tokens, left)
         except BaseException as error:
             send(channel, b"\0" + one_line(error).encode())
             return
@@ -183,46 +181,56 @@ class _Following:
         self.shortest, self._checked = 0, NO_LIMIT
         self._last, self._stops = request["text_tokens"], frozenset(request["stop_ids"])
         limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
-        first, kind, level = "", request["kind"], 0
-        while True:
-            source = _source(kind, request["text"], level)
+        kind, text = request["kind"], request["text"]
+        self._matcher = llguidance.LLMatcher(tokenizer, _source(kind, text), log_level=0, limits=limits)
+        error = self._matcher.get_error()
+        if kind != "regex" and any(word in error for word in _COMPLEX):
+            source = _source(kind, text, simple=True)
             self._matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=limits)
-            if not self._matcher.is_error():
-                return
-            # A plainer schema may not have the error.
-            error = self._matcher.get_error()
-            first = first or error
-            levels = [
-                each for words, each in _PLAINER if level < each and any(word in error for word in words)
-            ]
-            if not levels or kind == "regex":
-                raise ValueError(first)
-            level = levels[0]
+        if self._matcher.is_error():
+            raise ValueError(error)
 
-    def take(self, tokens: list[int]) -> None:
-        """Goes on by tokens."""
+    def follow(self, tokens: Sequence[int] = (), left: int = NO_LIMIT) -> bytes:
+        """Advances by tokens, up to one that is not allowed or after which others are forced, and by these:
+        the new state.
+
+        Args:
+          tokens: tokens, the first of which is allowed.
+          left: number of tokens that may follow before them; `NO_LIMIT` for any number.
+
+        Returns:
+          Number of tokens taken, whether the text may end after the forced tokens that follow, whether these
+          complete a text that would otherwise be cut, they, and the mask of the tokens after them.
+        """
+        taken, (forced, ended) = 0, ([], False) if tokens else self._forced_by(left)
+        for token in tokens:
+            if forced or ended or (taken and not self._matcher.validate_tokens([token])):
+                break
+            self._take([token])
+            taken += 1
+            forced, ended = self._forced_by(left if left == NO_LIMIT else left - taken)
+        mask = self._matcher.compute_bitmask()
+        self._require_sound()
+        mask = bytes(len(mask)) if ended else mask
+        head = _HEAD.pack(taken, self._matcher.is_accepting(), ended, len(forced))
+        return head + array.array("I", forced).tobytes() + mask
+
+    def _take(self, tokens: list[int]) -> None:
         for token in tokens:
             self._matcher.consume_token(token)
             self._require_sound()
         if self._completed:
             self._text = _tail(self._text + self._tokenizer.decode_bytes(tokens))
 
-    def state(self, left: int = NO_LIMIT) -> bytes:
-        """Advances by the forced tokens: returns them, whether the text may end after them, whether they
-        complete a text of which only `left` more tokens are allowed, and the mask of the next tokens."""
+    def _forced_by(self, left: int) -> tuple[list[int], bool]:
+        """Advances by the forced tokens: they, and whether they complete a text of which only `left` more
+        tokens are allowed."""
         forced = self._forced(self._matcher)
         self._require_sound()
-        self.take(forced)
+        self._take(forced)
         end = self._due_end(left - len(forced)) if left != NO_LIMIT and self.shortest else None
-        if end is not None:
-            self.take(end)
-            forced += end
-        mask = self._matcher.compute_bitmask()
-        self._require_sound()
-        if end is not None:
-            mask = bytes(len(mask))
-        head = _HEAD.pack(self._matcher.is_accepting(), bool(end), len(forced))
-        return head + array.array("I", forced).tobytes() + mask
+        self._take(end or [])
+        return [*forced, *(end or [])], end is not None
 
     def _due_end(self, left: int) -> list[int] | None:
         """The end of the text if it must begin now; None as long as there is room for another token.
@@ -276,12 +284,11 @@ class _Following:
             raise ValueError(self._matcher.get_error())
 
 
-def parsed_state(state: bytes) -> tuple[bool, bool, list[int], bytes]:
-    """Parses a state: whether the text may end after its forced tokens, whether they complete it, they, and
-    the mask after them."""
-    may_end, completed, count = _HEAD.unpack_from(state)
+def parsed_state(state: bytes) -> tuple[int, bool, bool, list[int], bytes]:
+    """Parses a state (see `_Following.follow`)."""
+    taken, may_end, completed, count = _HEAD.unpack_from(state)
     end = _HEAD.size + 4 * count
-    return may_end, completed, array.array("I", state[_HEAD.size : end]).tolist(), state[end:]
+    return taken, may_end, completed, array.array("I", state[_HEAD.size : end]).tolist(), state[end:]
 
 
 @functools.cache
@@ -302,13 +309,13 @@ def _tail(text: bytes) -> bytes:
     return b'"' * (plain.count(b'"') % 2) + b"\\" * plain.endswith(b"\\")
 
 
-def _source(kind: str, text: str, level: int) -> str:
-    """The compiler's grammar for a caller's; its schemas are prepared at a level."""
+def _source(kind: str, text: str, *, simple: bool = False) -> str:
+    """The compiler's grammar for a caller's."""
     from llguidance import LLMatcher
 
     from jaxllm.serving.guided.grammar import with_schemas
 
-    change = functools.partial(_readable_schema, level=level)
+    change = functools.partial(_readable_schema, simple=simple)
     match kind:
         case "regex":
             return LLMatcher.grammar_from_regex(text)
@@ -317,11 +324,11 @@ def _source(kind: str, text: str, level: int) -> str:
     return LLMatcher.grammar_from_json_schema(change(json.loads(text or '{"type": "object"}')))
 
 
-def _readable_schema(schema: Any, level: int) -> dict[str, Any]:
+def _readable_schema(schema: Any, *, simple: bool) -> dict[str, Any]:
     """A schema as the compiler reads it (see `jaxllm.serving.guided.schema`)."""
     from jaxllm.serving.guided.schema import prepared
 
-    found = prepared(schema, _is_supported, level)
+    found = prepared(schema, _is_supported, simple=simple)
     if found is False:
         raise ValueError("it matches no text")
     found = {} if found is True else found

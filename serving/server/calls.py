@@ -22,6 +22,7 @@ from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
 from jaxllm.serving.images.prompt import EncodedImage, with_images
 from jaxllm.text.answer_syntax import PLAIN_FORMAT, AnswerFormat
 from jaxllm.text.droppable import PromptTokens, conversation_tokens, prompt_tokens
+from jaxllm.text.marked_text import MarkedText
 from jaxllm.text.prompts import Prompt, prompt_ids, reads_sources, source_prompt
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -144,6 +145,14 @@ class Conversation:
     images: tuple[EncodedImage, ...] = ()
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     continue_final: bool | None = None
+    # Its rendering once it is known: a thinking model's is looked at before it is encoded.
+    _texts: list[MarkedText] = dataclasses.field(default_factory=list, init=False, repr=False, compare=False)
+
+    def text(self, tokenizer: Tokenizer) -> MarkedText:
+        """The conversation by the chat template; raises ConfigError, TemplateError, ContextOverflow."""
+        if not self._texts:
+            self._texts.append(tokenizer.chat_text(list(self.messages), **_chat(self)))
+        return self._texts[0]
 
 
 CallPrompt = Conversation | str | tuple[int, ...]
@@ -188,6 +197,14 @@ class Call:
     context_tokens: int | None = None
     prefix_key: str = ""
     adapter: str = ""
+
+    @property
+    def thought_tokens(self) -> int:
+        """Most tokens of reasoning before the first token that the objective counts; 0 without a budget."""
+        thought = None if self.config.grammar is None else self.config.grammar.thought
+        if self.first_token == "reasoning" or thought is None or thought.most_tokens is None:
+            return 0
+        return min(thought.most_tokens, self.config.max_tokens)
 
     def __post_init__(self) -> None:
         if not self.app:
@@ -291,7 +308,7 @@ def time_limits(objective: Objective | None, whole: Cost) -> tuple[float, float]
     proportion to the whole model's times."""
     match objective:
         case Slo():
-            return objective.limits(whole.ttft_ms, whole.tpot_ms)
+            return objective.limits(whole.counted_ttft_ms, whole.tpot_ms)
         case Latency():
             return objective.ttft_ms, objective.tpot_ms
         case EndToEnd():
@@ -326,7 +343,7 @@ def encoded_prompt(
             if shorten:
                 found = conversation_tokens(tokenizer, prompt.messages, **_chat(prompt))
             else:
-                found = tokenizer.encode_chat(list(prompt.messages), **_chat(prompt))
+                found = tokenizer.encode(prompt.text(tokenizer), add_special_tokens=False)
         case "":
             raise ConfigError("the prompt is empty; give it at least one character")
         case str() if shorten:
@@ -377,8 +394,8 @@ def call_turn_ids(
 
 
 def rendered(tokenizer: Tokenizer, prompt: Conversation) -> str:
-    """The text of a conversation by the chat template; raises ConfigError, TemplateError, ContextOverflow."""
-    return tokenizer.render_chat(list(prompt.messages), **_chat(prompt))
+    """The text of a conversation by the chat template, for display (see `Conversation.text`)."""
+    return prompt.text(tokenizer).text
 
 
 def _chat(prompt: Conversation) -> dict[str, Any]:

@@ -142,7 +142,9 @@ class ContextTurns:
 
         def cost(level: int, tokens: int) -> Cost:
             ttft_ms, tpot_ms = profile.ttft(level, tokens), profile.tpot(level, len(prompt))
-            return Cost(ttft_ms=ttft_ms, tpot_ms=tpot_ms, tokens=config.max_tokens)
+            return Cost(
+                ttft_ms=ttft_ms, tpot_ms=tpot_ms, tokens=config.max_tokens, thought_tokens=call.thought_tokens
+            )
 
         costs = {level: cost(level, computed)}
         if call.objective is not None:

@@ -143,7 +143,10 @@ class Executor:
                 tokenizer, call.prompt, call.config.task, shorten=bool(call.shorten)
             )
             engine.request(prompt.ids.tolist(), call.config, rows=rows).require_served_by(engine.runner)
-            whole = expected_cost(self.service.profile, FULL_LEVEL, len(prompt.ids), call.config.max_tokens)
+            whole = expected_cost(
+                self.service.profile, FULL_LEVEL, len(prompt.ids), call.config.max_tokens,
+                thought_tokens=call.thought_tokens,
+            )  # fmt: skip
             job.encoded(prompt, whole, rows)
         with self._wake:
             self._require_room(call.app)

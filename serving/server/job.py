@@ -178,13 +178,13 @@ class Job(Work):
             self.cancel()
 
     def saw_answer(self, at_s: float) -> None:
-        """Tells when the first text or call came, which only the reader can tell from reasoning."""
+        """Records when the first text or call came, which only the reader distinguishes from reasoning."""
         if self._answer_s is None:
             self._answer_s = at_s
 
     def _judged(self, end: Ended) -> Ended:
-        """The end with the time to the first text or call, if the reader told of it, and whether an objective
-        of that time was met."""
+        """The end with the time to the first text or call, if the reader recorded it, and whether an
+        objective of that time was met."""
         if self._answer_s is None:
             return end
         answer_ms, met = 1000 * (self._answer_s - self.arrived_s), end.met
@@ -194,7 +194,7 @@ class Job(Work):
 
     @property
     def progress(self) -> Mapping[str, int] | None:
-        """Progress of the prompt, as llama.cpp's server tells it: tokens in total, found in a cache, and
+        """Progress of the prompt, as llama.cpp's server reports it: tokens in total, found in a cache, and
         computed or found, and milliseconds since the call; None before it begins and after it."""
         run = self.run
         if run is None or run.stage != "prefill":
@@ -302,7 +302,9 @@ class Job(Work):
         self.prompt, self.whole = prompt, whole
         self._limits = time_limits(self.call.objective, whole)
         self._expected, self._expected_tokens = whole, len(prompt)
-        self._ttft_ms = min(self._limits[0], self._options.ttft_ms(self.priority))
+        # The first token of all comes before a thought that the limit includes.
+        most_ms = self._limits[0] - whole.thought_tokens * whole.tpot_ms
+        self._ttft_ms = min(max(most_ms, 0.0), self._options.ttft_ms(self.priority))
         self.tpot_ms = min(self._limits[1], self._options.tpot_ms(self.priority))
         self.refresh()
 
@@ -427,7 +429,8 @@ def _planned(job: Job, service: PlannedService, load: Load, reused: Mapping[int,
     call = job.call
     objective, count = call.objective, call.config.max_tokens
     assert objective is not None
-    plan = functools.partial(service.planner.plan, job.marked, objective, answer_tokens=count, reused=reused)
+    planner = service.planner.thinking(call.thought_tokens)
+    plan = functools.partial(planner.plan, job.marked, objective, answer_tokens=count, reused=reused)
     try:
         return plan(strict=bool(call.strict), load=load)
     except ObjectiveMissed as missed:

@@ -80,6 +80,8 @@ class Speculation(Decoding):
       payoff: measured times per token with drafts and without.
     """
 
+    one_pass = True
+
     def __init__(self, runner: Runner, drafter: Drafter, options: SpeculationOptions) -> None:
         super().__init__(runner)
         self.options, self.counts = options, SpeculationCounts()
@@ -231,6 +233,8 @@ class Speculation(Decoding):
 
 class SourcedSpeculation(Decoding):
     """Decodes with drafts the answer to one source (see `Speculation`), which the drafter reads, too."""
+
+    one_pass = True
 
     def __init__(self, speculation: Speculation, source: tuple[int, ...]) -> None:
         super().__init__(speculation.runner)

@@ -1,18 +1,17 @@
 """Makes the table of families and rooms of docs/guides/families.md: python -m tests.docs.families"""
 
-import re
 from pathlib import Path
 
 from jaxllm.config import ModelConfig
 from jaxllm.models.architectures import ARCHITECTURES, WRAPPERS
 from jaxllm.models.features import FEATURES, feature_refusal
+from tests.docs.page_table import PageTable
 
-PAGE = Path("docs/guides/families.md")
 _NEEDED = {
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["attention"] * 2, "num_local_experts": 0},
     "lfm2": {"num_hidden_layers": 2, "full_attn_idxs": [1]},
 }
-_BLOCK = re.compile(r"(?<=<!-- families -->\n).*?(?=<!-- end of families -->)", re.DOTALL)
+TABLE = PageTable(Path("docs/guides/families.md"), "families")
 
 
 def default_config(model_type: str) -> ModelConfig:
@@ -37,13 +36,5 @@ def families_table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def block_of(text: str) -> str:
-    """The table in a page."""
-    found = _BLOCK.search(text)
-    assert found is not None, f"{PAGE} has no marks of the table"
-    return found[0]
-
-
 if __name__ == "__main__":
-    written = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(_BLOCK.sub(lambda _: families_table(), written), encoding="utf-8")
+    TABLE.write(families_table())

@@ -7,11 +7,11 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.models.architectures import ARCHITECTURES
 from jaxllm.models.features import FEATURES, feature_refusal, require_feature
-from tests.docs.families import PAGE, block_of, default_config, families_table
+from tests.docs.families import TABLE, default_config, families_table
 
 
 def test_the_table_is_up_to_date():
-    assert block_of(PAGE.read_text(encoding="utf-8")) == families_table(), "run python -m tests.docs.families"
+    assert TABLE.read() == families_table(), "run python -m tests.docs.families"
 
 
 def test_rooms_refuse_by_name():

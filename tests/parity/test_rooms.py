@@ -57,7 +57,7 @@ from jaxllm.serving.runners.runner import prefill_prompt
 from jaxllm.speculation.token_tree import TokenTree
 from jaxllm.steps.trees import keep_path, read_nodes
 from tests import tiny, tiny_hf
-from tests.docs.families import PAGE, block_of, default_config
+from tests.docs.families import TABLE, default_config
 from tests.quick_jit import jit
 
 pytest.importorskip("torch")
@@ -542,7 +542,7 @@ def test_laws(family, room, monkeypatch):
 
 def test_the_table_claims_what_is_checked_here():
     """But for TFLite, whose law is elsewhere."""
-    rows = [row.split("|")[1:-1] for row in block_of(PAGE.read_text(encoding="utf-8")).splitlines()]
+    rows = [row.split("|")[1:-1] for row in TABLE.read().splitlines()]
     rooms = [cell.strip() for cell in rows[0][2:]]
     claimed = {
         (row[0].strip(" `"), room)

@@ -16,14 +16,14 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 from jaxllm.text.answer_syntax import AnswerFormat
+from tests.docs.page_table import PageTable
 from tests.text.answer_templates import template_of
 
 _NAME = "llama_cpp_python-0.3.36.tar.gz"
 _SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
 _INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
 _MEMBER = re.compile(r"[^/]+/vendor/llama\.cpp/models/templates/([\w.-]+\.jinja)")
-PAGE = Path("docs/guides/service-api.md")
-_BLOCK = re.compile(r"(?<=<!-- answer formats -->\n).*?(?=<!-- end of answer formats -->)", re.DOTALL)
+TABLE = PageTable(Path("docs/guides/service-api.md"), "answer formats")
 
 
 def collection() -> list[Path]:
@@ -75,13 +75,5 @@ def _thoughts(found: AnswerFormat) -> str:
     return shown + (", opened by the prompt" if found.opened else "")
 
 
-def block_of(text: str) -> str:
-    """The table in a page."""
-    found = _BLOCK.search(text)
-    assert found is not None, f"{PAGE} has no marks of the table"
-    return found[0]
-
-
 if __name__ == "__main__":
-    written = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(_BLOCK.sub(lambda _: table(), written), encoding="utf-8")
+    TABLE.write(table())

@@ -12,7 +12,7 @@ from jaxllm.serving.guided.compiler import GrammarCompiler
 from jaxllm.text.answer_syntax import written
 from jaxllm.text.tokenizer import Tokenizer
 from tests.text import answer_templates as own
-from tests.text.foreign_templates import PAGE, block_of, collection, table
+from tests.text.foreign_templates import TABLE, collection, table
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 FILES = collection()
@@ -75,7 +75,7 @@ def test_forced_calls_follow_the_grammar(path: Path, compiler: GrammarCompiler, 
 
 
 def test_the_table_of_the_docs_is_this() -> None:
-    assert block_of(PAGE.read_text(encoding="utf-8")) == table()
+    assert TABLE.read() == table()
 
 
 @pytest.fixture(scope="module")

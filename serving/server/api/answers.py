@@ -25,7 +25,7 @@ from jaxllm.serving.server.api.errors import ApiError, api_error
 from jaxllm.serving.server.api.reasoning import Reasoning, Switch, reasoning_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Streamed
 from jaxllm.serving.server.api.tool_use import ToolUse
-from jaxllm.serving.server.calls import Call, CallPrompt, Conversation, Event
+from jaxllm.serving.server.calls import Call, CallPrompt, Conversation
 from jaxllm.serving.server.limits import objective_from
 from jaxllm.text.answer_format import make_scanner
 from jaxllm.text.answer_syntax import AnswerFormat
@@ -82,18 +82,23 @@ class Answer:
 
     async def news(self) -> AsyncGenerator[Choice, None]:
         """Yields the choice of each event in the order of arrival; closes the answer at the end."""
-        merged = _merged([choice.job.events() for choice in self.choices])
+        merged = _merged([self._news_of(choice) for choice in self.choices])
         try:
-            async for index, event in merged:
-                (choice := self.choices[index]).take(event)
-                if self._check is not None and choice.ended is not None:
-                    choice.unmet = await asyncio.to_thread(self._check, choice)
+            async for choice in merged:
                 yield choice
             if any(choice.ended is None or choice.started is None for choice in self.choices):
                 raise ApiError("the answer ended before it was whole", status=500)
         finally:
             self.close()
             await merged.aclose()
+
+    async def _news_of(self, choice: Choice) -> AsyncGenerator[Choice, None]:
+        """Yields a choice after each of its events; while it is checked, others go on."""
+        async for event in choice.job.events():
+            choice.take(event)
+            if self._check is not None and choice.ended is not None:
+                choice.unmet = await asyncio.to_thread(self._check, choice)
+            yield choice
 
     async def whole(self) -> list[Choice]:
         """Waits for the end of all answers."""
@@ -220,19 +225,19 @@ async def _ended(first: asyncio.Future[Choice], news: AsyncGenerator[Choice, Non
     await news.aclose()
 
 
-async def _merged(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[tuple[int, Event], None]:
-    def following(index: int) -> asyncio.Future[Event | None]:
+async def _merged(streams: Sequence[AsyncIterator[Choice]]) -> AsyncGenerator[Choice, None]:
+    def following(index: int) -> asyncio.Future[Choice | None]:
         return asyncio.ensure_future(anext(streams[index], None))
 
     waiting = {following(index): index for index in range(len(streams))}
-    done: set[asyncio.Future[Event | None]] = set()
+    done: set[asyncio.Future[Choice | None]] = set()
     try:
         while waiting:
             done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
             for task in sorted(done, key=waiting.__getitem__):
-                index, event = waiting.pop(task), task.result()
-                if event is not None:
-                    yield index, event
+                index, choice = waiting.pop(task), task.result()
+                if choice is not None:
+                    yield choice
                     waiting[following(index)] = index
     finally:
         left = {*waiting, *done}

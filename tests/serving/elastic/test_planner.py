@@ -244,6 +244,28 @@ def test_what_a_cache_has_already_need_not_be_computed():
     assert (plan.level, len(plan.kept), plan.reused_tokens) == (50, 50, 0)
 
 
+@pytest.mark.parametrize(
+    ("objective", "thought_tokens", "level"),
+    [
+        (Latency(ttft_ms=300, tpot_ms=9), 0, 100),
+        # 100 ms, and 50 tokens of 4 ms.
+        (Latency(ttft_ms=300, tpot_ms=9), 50, 100),
+        (Latency(ttft_ms=299, tpot_ms=9), 50, 50),
+        (Slo(ttft=0.5, tpot=1.0), 50, 50),
+        (Slo(ttft=0.49, tpot=1.0), 50, 25),
+        # The thought is a part of the answer.
+        (EndToEnd(total_ms=100 + 99 * 4), 50, 100),
+    ],
+)  # fmt: skip
+def test_a_thought_with_a_budget_is_before_the_first_token(objective, thought_tokens, level):
+    plan = planner().thinking(thought_tokens).plan(word_prompt(), objective, answer_tokens=100)
+    first_ms = level * (1 + thought_tokens / 25)
+    assert (plan.level, plan.expected.counted_ttft_ms) == (level, pytest.approx(first_ms))
+    costs = {each: expected_cost(PROFILE, each, 100, 100, thought_tokens=thought_tokens) for each in LEVELS}
+    # With the planner's own margin a turn in a context may get a smaller level.
+    assert level_of_turn(costs, objective, costs[100]) <= level
+
+
 def test_the_lengths_at_which_nothing_meets_an_objective():
     # Of a prompt of one token a quarter of the model takes all that is in time of <25,25>.
     assert planner().lengths_missed(Slo(ttft=0.25, tpot=0.25), answer_tokens=8) == ()

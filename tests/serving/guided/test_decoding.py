@@ -148,8 +148,8 @@ def test_log_probabilities_are_those_of_the_model(engine):
 
 def test_log_probabilities_change_no_token(engine):
     greedy = GenerationConfig(max_tokens=60, ignore_eos=True)
-    told = dataclasses.replace(greedy, top_logprobs=0)
-    assert engine.generate(PROMPT, told).tokens == engine.generate(PROMPT, greedy).tokens
+    scored = dataclasses.replace(greedy, top_logprobs=0)
+    assert engine.generate(PROMPT, scored).tokens == engine.generate(PROMPT, greedy).tokens
     text = json.dumps(SCHEMA)
     plain = engine.generate(PROMPT, config(text, "json_schema"))
     both = engine.generate(PROMPT, config(text, "json_schema", top_logprobs=1))
@@ -177,37 +177,55 @@ def test_the_window_and_what_slides(engine, sliding):
             assert re.fullmatch("(hello the ){20}[a-z]{80}", answer.text)
 
 
-def test_what_is_computed_while_a_mask_is_gives_what_waiting_for_it_gives(tmp_path, monkeypatch):
-    engine = opened("int8", tmp_path / "model.jaxllm", OPTIONS)
-    grammars = (SCHEMA, {"type": "array", "items": {"enum": ["hello the", "no"]}, "minItems": 4})
+@pytest.mark.parametrize("way", ["int8", "streamed", "drafted"])
+def test_free_tokens_and_late_masks_give_what_masks_in_time_give(way, tmp_path, monkeypatch):
+    """Tokens that are sampled without masks, plainly or drafted, and what is computed before a mask came."""
+    engine = opened(way, tmp_path / "model.jaxllm", OPTIONS)
+    sequence = {"type": "array", "items": {"enum": ["hello the", "no"]}, "minItems": 4}
+    story = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    # Where the model repeats itself, drafts are accepted.
+    biased = Sampling(logit_bias=tuple((each, 12.0) for each in range(40, 60)))
     cases = [
         config(json.dumps(schema), "json_schema", seed=seed, max_tokens=most)
-        for schema in grammars
+        for schema in (SCHEMA, sequence, story)
         for seed in range(2)
         for most in (7, 60)
     ]
-    meanwhile = []
+    cases += [config("[a-z ]{30,}", seed=seed, max_tokens=60) for seed in range(3)]
+    cases += [config(text, max_tokens=60, sampling=biased) for text in ("[a-z ]{30,}", "(?s:.)*")]
+    meanwhile, offers, offer = [], [], Matcher.offer
 
-    def answers(waits, late):
-        init = guided.GuidedDecoding.__init__
+    def offered(self, tokens, jumps):
+        offers.append((offer(self, tokens, jumps), len(tokens)))
+        return offers[-1][0]
 
-        def begin(self, *arguments):
-            init(self, *arguments)
-            assert self.waits, "the packaged kernels prefill single tokens"
-            self.waits = waits
-
+    def answers(tokens, late=False):
         with monkeypatch.context() as patch:
-            patch.setattr(guided.GuidedDecoding, "__init__", begin)
+            patch.setattr(guided.Chances, "tokens", tokens)
+            patch.setattr(Matcher, "offer", offered)
             if late:
                 patch.setattr(Matcher, "ready", property(lambda self: self._asked_s is None))
                 patch.setattr(Matcher, "soon", lambda self: meanwhile.append(self.ready) or self.ready)
             found = [engine.generate(PROMPT, each) for each in cases]
+        drafted.append(sum(each.drafted_tokens for each in found))
         return [(each.tokens, each.finish_reason) for each in found]
 
-    expected = answers(waits=False, late=False)
-    assert answers(waits=True, late=True) == expected
-    assert meanwhile.count(False) > 20
+    drafted: list[int] = []
+    expected = answers(lambda self, wide, most, one_pass: 0)
+    assert not offers
+    assert answers(lambda self, wide, most, one_pass: 0, late=True) == expected
+    assert answers(lambda self, wide, most, one_pass: 0 if self._refused else min(most, 9)) == expected
+    assert answers(guided.Chances.tokens) == expected
+    assert {kept == tokens for kept, tokens in offers} == {True, False}
+    assert max(kept for kept, _ in offers) > 2
+    assert meanwhile.count(False) > 20 or way != "int8"
+    assert drafted[:2] == [0, 0]
+    assert (drafted[2] > 10) == (way == "drafted")
     assert all(len(tokens) <= case.max_tokens for case, (tokens, _) in zip(cases, expected, strict=True))
+    filtered = config("[a-z ]{30,}", sampling=Sampling(temperature=1.5, top_k=20, seed=1))
+    del offers[:]
+    assert engine.generate(PROMPT, filtered).finish_reason
+    assert not offers
     engine.close()
 
 
@@ -223,10 +241,10 @@ def test_every_runner_follows_grammars_and_compiles_nothing(way, tmp_path, compi
             answer = engine.generate(PROMPT, each)
             assert answer.finish_reason == "stop"
             require_schema(answer.text)
-            told = engine.generate(PROMPT, dataclasses.replace(each, top_logprobs=2))
-            require_schema(told.text)
-            assert told.logprobs is not None
-            assert len(told.logprobs) == len(told.tokens)
-        assert not engine.request(PROMPT, each).drafted
+            scored = engine.generate(PROMPT, dataclasses.replace(each, top_logprobs=2))
+            require_schema(scored.text)
+            assert scored.logprobs is not None
+            assert len(scored.logprobs) == len(scored.tokens)
+        assert engine.request(PROMPT, each).drafted == (way == "drafted")
         assert count() == 0
     engine.close()

@@ -1,4 +1,4 @@
-"""JSON schemas as grammars: random answers of every feature match them, and what is left is told."""
+"""JSON schemas as grammars: random answers of every feature match them, and what is left is reported."""
 
 import json
 import re
@@ -93,9 +93,11 @@ def random_answer():
         return found
 
     def answer(text, seed, *, kind="json_schema", most=150):
-        draw, found, tokens = np.random.default_rng(seed), following(text, kind), []
+        draw, found, tokens, last = np.random.default_rng(seed), following(text, kind), [], []
         while True:
-            may_end, completed, forced, mask = worker.parsed_state(found.state(most - len(tokens)))
+            state = found.follow(last, most - len(tokens) + len(last))
+            taken, may_end, completed, forced, mask = worker.parsed_state(state)
+            assert taken == len(last)
             tokens += forced
             allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=VOCAB_SIZE)
             allowed[tokenizer.vocab_size :] = allowed[ends] = 0
@@ -104,8 +106,8 @@ def random_answer():
             assert allowed.any(), f"nothing may follow {tokenizer.decode(tokens)!r}"
             if len(tokens) == most:
                 return None
-            tokens.append(int(draw.choice(np.flatnonzero(allowed))))
-            found.take(tokens[-1:])
+            last = [int(draw.choice(np.flatnonzero(allowed)))]
+            tokens += last
 
     return answer
 

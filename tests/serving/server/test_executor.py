@@ -17,7 +17,7 @@ from jaxllm.serving.elastic.objectives import Latency, expected_cost
 from jaxllm.serving.elastic.planner import Load, Planner, Proposal
 from jaxllm.serving.elastic.profile import DeviceProfile
 from jaxllm.serving.guided.compiler import Matcher, PreparedGrammar
-from jaxllm.serving.guided.grammar import Grammar
+from jaxllm.serving.guided.grammar import Grammar, Thought
 from jaxllm.serving.server import executor as executors
 from jaxllm.serving.server.calls import Conversation, Ended, Piece, Refused, Started
 from jaxllm.serving.server.limits import AppLimits
@@ -111,6 +111,18 @@ def test_an_objective_is_planned_and_judged(executor, plain_service, monkeypatch
         assert all(list(each.ends) == sorted(each.ends) for each in pieces)
         shown = [each.ends[-1] - len(each.text) for each in pieces]
         assert shown[:-1] == [0] * (len(pieces) - 1)
+    # A thought with a budget comes before it.
+    thought = Thought(opening="<t>", closing="</t>", opened=True, most_tokens=8)
+    grammar = Grammar(kind="free", thought=thought)
+
+    async def planned(first_token, most):
+        thinks = call(objective=easy, first_token=first_token, grammar=grammar, tokens=most)
+        job = executor.submit(thinks, asyncio.get_running_loop())
+        await read(job)
+        return job.whole.thought_tokens, job.plan.expected.thought_tokens
+
+    for first_token, most, expected in (("answer", 12, 8), ("answer", 4, 4), ("reasoning", 12, 0)):
+        assert asyncio.run(planned(first_token, most)) == (expected, expected)
     # A call that insists is refused for now where others take its time.
     times = expected_cost(plain_service.profile, 100, len(plain_service.engine.tokenizer.encode(PROMPT)), 12)
     insists = call(objective=Latency(ttft_ms=20 * times.ttft_ms, tpot_ms=20 * times.tpot_ms), strict=True)

@@ -183,6 +183,68 @@ def test_a_browser_shows_metrics_as_text(tmp_path):
     assert "<img" not in page
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
+def test_the_chat_shows_thoughts_in_a_fold_and_switches_them():
+    """The page's script with elements and a service of this test: an answer with a thought, and one without
+    because it was switched off."""
+    script = """
+      const chunk = (delta) => `data: ${JSON.stringify({ choices: [{ delta }] })}\n\n`;
+      const bodies = [], made = [];
+      const element = (tag) => ({
+        tag, children: [], textContent: "", hidden: tag === "think-label", checked: true, value: "Why?",
+        listeners: {}, open: undefined,
+        append(...each) { this.children.push(...each); }, get lastChild() { return this.children.at(-1); },
+        before(other) { made.push(other); }, scrollIntoView() {}, requestSubmit() {},
+        addEventListener(name, on) { this.listeners[name] = on; },
+      });
+      const elements = {}, seen = [];
+      globalThis.sessionStorage = { getItem: () => "sesame" };
+      globalThis.document = {
+        getElementById: (id) => (elements[id] ??= element(id)), createElement: element,
+      };
+      globalThis.fetch = async (path, { body, headers }) => {
+        bodies.push([path, JSON.parse(body), headers.Authorization]);
+        if (path === "/api/show") return { ok: true, json: async () => ({ capabilities: ["thinking"] }) };
+        const thought = ["Bec", "ause."].map((each) => ({ reasoning_content: each }));
+        const parts = JSON.parse(body).enable_thinking
+          ? [...thought, { content: "So" }, { content: "!" }]
+          : [{ content: "No" }];
+        const bytes = (text) => new TextEncoder().encode(text);
+        return { ok: true, body: new ReadableStream({
+          async start(out) {
+            for (const each of parts) {
+              out.enqueue(bytes(chunk(each)));
+              await new Promise((done) => setTimeout(done, 20));
+              seen.push(made.map((fold) => [fold.open, fold.lastChild.textContent]));
+            }
+            out.close();
+          } }) };
+      };
+      await import(process.argv[1]);
+      const rest = (ms) => new Promise((done) => setTimeout(done, ms));
+      await rest(50);
+      const send = () => elements["chat-form"].listeners.submit({ preventDefault() {} });
+      send(); await rest(300);
+      elements.think.checked = false;
+      elements.said.value = "And?";
+      send(); await rest(300);
+      const chat = elements.chat.children.map((each) => [each.className, each.textContent]);
+      const folds = made.map((fold) => fold.children.map((each) => [each.tag, each.textContent]));
+      console.log(JSON.stringify({ bodies, chat, folds, seen, offered: !elements["think-label"].hidden }));
+    """
+    command = ["node", "--input-type=module", "-e", script, str(_FOLDER / "chat.js")]
+    got = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert got["offered"]
+    assert got["chat"] == [["user", "Why?"], ["assistant", "So!"], ["user", "And?"], ["assistant", "No"]]
+    assert got["folds"] == [[["summary", "thinking"], ["p", "Because."]]]
+    # Open while the thought comes, closed when the answer begins.
+    assert got["seen"][:4] == [[[True, "Bec"]], [[True, "Because."]], *[[[False, "Because."]]] * 2]
+    assert [key for *_, key in got["bodies"]] == ["Bearer sesame"] * 3
+    (_, shown, _), (_, first, _), (_, second, _) = got["bodies"]
+    assert (shown, first["enable_thinking"], second["enable_thinking"]) == ({"model": "default"}, True, False)
+    assert second["messages"][1] == {"role": "assistant", "content": "So!", "reasoning_content": "Because."}
+
+
 def test_the_page_needs_nothing_from_elsewhere():
     files = {path.name for path in _FOLDER.iterdir()}
     assert files == {name for name, _ in _FILES.values()}

@@ -1,6 +1,10 @@
 """Tests refusals, clients that leave, and that contexts are of one app alone."""
 
+import asyncio
 import socket
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -15,7 +19,7 @@ from jaxllm.errors import (
 )
 from jaxllm.serving.elastic.objectives import EndToEnd, Latency
 from jaxllm.serving.guided.compiler import GrammarLate
-from jaxllm.serving.server.api.answers import objective_of
+from jaxllm.serving.server.api.answers import Answer, objective_of
 from jaxllm.serving.server.api.requests import ApiState
 from jaxllm.serving.server.calls import ContextBusy, Refused
 from tests.serving.server.api.conftest import FakeBackend, Served
@@ -176,3 +180,41 @@ def test_vllms_fields_say_whether_the_last_message_is_continued(served: Served) 
             assert "are opposites" in answer.text
         else:
             assert served.backend.calls[-1].prompt.continue_final is expected
+
+
+def test_a_check_after_an_answer_delays_no_other_one() -> None:
+    """Of two answers of a request the first to end is checked until the second one has ended."""
+    other_ended, news = threading.Event(), []
+
+    class Scripted:
+        """Stands for a choice with its job."""
+
+        def __init__(self, name: str, events: int) -> None:
+            self.name, self.left, self.job = name, events, self
+            self.ended = self.unmet = self.started = None
+
+        def cancel(self) -> None:
+            raise AssertionError("both end")
+
+        async def events(self) -> AsyncIterator[int]:
+            for event in range(self.left):
+                await asyncio.sleep(0.01)
+                yield event
+
+        def take(self, event: int) -> None:
+            self.left, self.started = self.left - 1, True
+            self.ended = self.left == 0 or None
+
+    def check(choice: Any) -> str:
+        return choice.name if choice.name == "long" or other_ended.wait(20) else "late"
+
+    async def read() -> None:
+        answer: Any = object.__new__(Answer)
+        answer._check, answer.choices = check, [Scripted("short", 1), Scripted("long", 5)]
+        async for choice in answer.news():
+            news.append((choice.name, choice.unmet))
+            if choice.ended and choice.name == "long":
+                other_ended.set()
+
+    asyncio.run(read())
+    assert news == [*[("long", None)] * 4, ("long", "long"), ("short", "short")]
