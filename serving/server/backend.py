@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
 from jaxllm.serving.elastic.objectives import Binding
+from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.images.prompt import EncodedImage, require_encoder
 from jaxllm.serving.server.calls import (
@@ -25,7 +26,9 @@ from jaxllm.serving.server.calls import (
     Event,
     ModelFacts,
     Refused,
+    Scored,
     Started,
+    TextToScore,
     content_tokens,
     encoded_prompt,
     images_of,
@@ -73,6 +76,7 @@ class Backend:
         self._pool = ThreadPoolExecutor(2, "tokenizer")
         # One at a time: a decoded image needs tens of megabytes.
         self._images = ThreadPoolExecutor(1, "images")
+        self._scoring, self._scoring_waits = asyncio.Lock(), 0
 
     def opened(
         self,
@@ -193,6 +197,20 @@ class Backend:
             lambda: tokenizer.encode(prompt, add_special_tokens=special, special=special)
         )
 
+    async def tokenize_ends(
+        self, text: str, ends: Sequence[str]
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """The token ids of a text and of its possible ends, as tasks encode them: where the tokenizer joins
+        the text's last token with an end, all ends begin before it."""
+        # Imported here: exported programs have no tasks.
+        from jaxllm.tasks.example import TaskExample
+        from jaxllm.tasks.questions import branching
+
+        tokenizer = self._tokenizer()
+        example = TaskExample(user=text, form="text", answer=ends[0], options=tuple(ends))
+        found = await self._encode(lambda: branching(tokenizer, example))
+        return found.trunk, found.branches
+
     async def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
         tokenizer = self.require_executor().service.engine.tokenizer
@@ -233,6 +251,61 @@ class Backend:
             assert embedding.vector is not None
             found.append(embedding.vector.tolist())
         return found
+
+    async def score(self, app: str, text: TextToScore) -> list[list[TokenLogprob]]:
+        """The log-probabilities of a text's tokens after its first, and of each of its ends; one chunk at a
+        time in the background, so that answers continue, and one text at a time, so that one cache suffices.
+
+        Args:
+          app: app of the request; counted as a call of it.
+          text: the text.
+
+        Raises:
+          Refused: the service is loading or draining, or a limit is reached.
+          ConfigError, ContextOverflow: the text cannot be scored.
+          AdapterGone: its adapter is no longer loaded.
+        """
+        executor, count = self.require_executor(), text.count
+        engine, now_s = executor.service.engine, time.monotonic()
+        if not hasattr(engine.options, "prompt_embeddings"):
+            raise ConfigError("exported programs score no texts; use `jaxllm serve` with a bundle")
+        if self._scoring_waits >= executor.options.queued:
+            self.metrics.count("calls_refused", app, "full")
+            raise Refused(f"{self._scoring_waits} texts wait to be scored, the maximum", reason="full")
+        # Imported here: exported programs run without JAX.
+        from jaxllm.serving.runners.scorer import Scorer
+
+        runner = engine.runner_at(text.level)
+        scoring = Scorer(runner).scoring(text.tokens, text.ends, top=text.top)
+        try:
+            reserved = self.limiter.admit(app, prompt_tokens=count, max_tokens=0, now_s=now_s)
+        except Refused as error:
+            self.metrics.count("calls_refused", app, error.reason)
+            raise
+        self._scoring_waits, used = self._scoring_waits + 1, 0
+        self.metrics.count("calls_accepted", app)
+        try:
+            async with self._scoring:
+                # A missing bucket would keep answers waiting while it is compiled.
+                await asyncio.to_thread(runner.buckets.keep, scoring.buckets)
+                while await self._in_engine(app, scoring.step, adapter=text.adapter, background=True):
+                    pass
+                if text.keep:
+                    keep = functools.partial(executor.keep_prefix, app, runner, scoring)
+                    await self._in_engine(app, keep, adapter=text.adapter)
+            used = count
+            self.metrics.report(Scored(count), app)
+        except JaxllmError as error:
+            self.metrics.count("calls_failed", app, type(error).__name__)
+            raise
+        except asyncio.CancelledError:
+            self.metrics.count("calls_cancelled", app)
+            raise
+        finally:
+            self._scoring_waits -= 1
+            self.limiter.ended(app, reserved, started=False, tokens=used, now_s=time.monotonic())
+        parts = [text.tokens[1:], *text.ends]
+        return [_token_logprobs(*each) for each in zip(scoring.scores, parts, strict=True)]
 
     async def encode_images(self, app: str, files: Sequence[bytes]) -> tuple[EncodedImage, ...]:
         """Decodes and encodes images for a conversation, one tile at a time between dispatches.
@@ -414,13 +487,24 @@ class Backend:
     async def _encode(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def _in_engine(self, app: str, work: Callable[[], Result]) -> Result:
-        return await asyncio.wrap_future(self.require_executor().work(app, work))
+    async def _in_engine(self, app: str, work: Callable[[], Result], **how: Any) -> Result:
+        return await asyncio.wrap_future(self.require_executor().work(app, work, **how))
 
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer, for texts within the window."""
         engine = self.require_executor().service.engine
         return engine.tokenizer.limited(engine.options.context_tokens)
+
+
+def _token_logprobs(scores: Any, tokens: Sequence[int]) -> list[TokenLogprob]:
+    """The scores of tokens from a `jaxllm.steps.model.ScoredChunk` of one row."""
+    columns = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
+    return [
+        TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)), rank)
+        for token, logprob, rank, ids, values in zip(
+            tokens, *(each[0].tolist() for each in columns), strict=True
+        )
+    ]
 
 
 def _answer_format(tokenizer: Tokenizer) -> AnswerFormat:

@@ -19,7 +19,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from jaxllm.serving.server.api.errors import ApiError, error_response, openai_body
-from jaxllm.serving.server.calls import Ended, Started
+from jaxllm.serving.server.calls import Ended, Scored, Started
 from jaxllm.serving.server.identity import is_operator
 from jaxllm.serving.server.job import Dispatch
 
@@ -72,6 +72,7 @@ METRICS: tuple[tuple[str, str, str, type | None, Any, Sequence[float]], ...] = (
         "drafted_tokens", "Tokens of answers that were drafted.", "app", Ended,
         lambda end: max(0.0, round(end.tokens * end.drafted)), (),
     ),
+    ("scored_tokens", "Tokens of given texts that were scored.", "app", Scored, "tokens", ()),
     ("dispatched_tokens", "Tokens that dispatches gave, by kind.", "kind", Dispatch, "tokens", ()),
     ("ttft_seconds", "Time to the first token, waiting included.", "app", Ended, "ttft_ms", _TTFT_S),
     (
@@ -145,7 +146,7 @@ class Metrics:
         """Counts what became of a call of an app, with a reason or kind for the metrics that have one."""
         self._add(name, [self._names(app), *([self._kinds(kind)] if kind else ())], 1)
 
-    def report(self, event: Started | Ended | Dispatch, app: str = "") -> None:
+    def report(self, event: Started | Ended | Scored | Dispatch, app: str = "") -> None:
         """Adds an event of a call of an app, or a dispatch: in the engine's thread, so it must be fast."""
         for name, _, labels, kind, value, _ in METRICS:
             if kind is type(event):

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxllm.serving.server.api import anthropic, ollama, openai, resources, responses
+from jaxllm.serving.server.api import anthropic, ollama, openai, resources, responses, scores
 from jaxllm.serving.server.api.errors import ApiError, api_error, error_response, shape_of
 from jaxllm.serving.server.api.requests import (
     ApiRequest,
@@ -58,6 +58,7 @@ _ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/responses/{name}/cancel", responses.cancel),
     ("GET", "/v1/responses/{name}/input_items", responses.input_items),
     ("POST", "/v1/embeddings", resources.embeddings),
+    ("POST", "/v1/score", scores.score),
     ("GET", "/v1/models", resources.models),
     ("GET", "/v1/models/{name}", resources.models),
     ("GET", "/v1/adapters", resources.list_adapters),
