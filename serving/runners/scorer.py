@@ -273,6 +273,11 @@ class Embedding:
         self._sum: np.ndarray | None = None
         self._cache: KVCache | None = None
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that its next steps need."""
+        return _embedding_buckets(self._runner, sorted({*self._lengths}))
+
     def step(self) -> bool:
         """Computes the next chunk; a bucket that was not filled (see `Scorer.embedding_buckets`) is loaded
         from disk or compiled first.

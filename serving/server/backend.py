@@ -39,6 +39,7 @@ from jaxllm.serving.server.job import Job
 from jaxllm.serving.server.limits import AppLimits, Bindings, Limiter, Limits
 from jaxllm.serving.server.logs import CURRENT
 from jaxllm.serving.server.metrics import Metrics
+from jaxllm.serving.server.start import StartProgress
 from jaxllm.text.answer_syntax import PLAIN_FORMAT, AnswerFormat
 from jaxllm.text.token_bytes import TokenBytes
 from jaxllm.text.tokenizer import Tokenizer
@@ -61,11 +62,12 @@ class Backend:
       bindings: objectives of apps.
       limiter: limits of all apps; replaceable.
       metrics: counts of all calls.
+      start: progress of the model's opening.
     """
 
     def __init__(self, limits: Limits | None = None, bindings: Bindings | None = None) -> None:
         self.limiter, self.metrics = Limiter(limits or Limits()), Metrics(self.snapshot, self._measure)
-        self.bindings = bindings or Bindings()
+        self.bindings, self.start = bindings or Bindings(), StartProgress()
         self.executor: Executor | None = None
         self._facts: ModelFacts | None = None
         self._token_bytes: TokenBytes | None = None
@@ -246,6 +248,8 @@ class Backend:
 
         for prompt in prompts:
             embedding = Scorer(engine.runner).embedding(prompt)
+            # As in `score`.
+            await asyncio.to_thread(engine.runner.buckets.keep, embedding.buckets)
             while await self._in_engine(app, embedding.step):
                 pass
             assert embedding.vector is not None
@@ -415,7 +419,7 @@ class Backend:
         `jaxllm.serving.server.opening`)."""
         executor = self.executor
         if executor is None:
-            return {"ready": False, "alive": True, "why": self._why}
+            return {"ready": False, "alive": True, "why": self._why, "start": dict(self.start.facts)}
         alive = executor.alive and time.monotonic() - executor.beat_s < _STUCK_S
         why = self._why or ("" if alive else "the engine's thread does not answer")
         why = why or ("the engine fails, and is tested now" if executor.canary.suspected else "")
@@ -480,8 +484,9 @@ class Backend:
     def require_executor(self) -> Executor:
         """The executor; raises Refused while the model is loading."""
         if self.executor is None:
-            message = "the model is loading; try again in some seconds"
-            raise Refused(message, reason="loading", retry_after_s=2)
+            message = f"the model is loading: {self.start.text}; try again in some seconds"
+            wait_s = self.start.facts.get("left_s", 2)
+            raise Refused(message, reason="loading", retry_after_s=max(2, wait_s))
         return self.executor
 
     async def _encode(self, work: Callable[[], Any]) -> Any:
