@@ -103,4 +103,4 @@ def compared(engine: Engine, name: str, sample: dict[str, Any]) -> None:
         assert greedy == np.array_equal(best[count - 1 :], ids[count:])
         # Tasks keep keys and values in 32 bits, and the cache of an int8 model has 16.
         (task,) = score_branches_of(engine, [Branching(tuple(ids[:count]), (tuple(ids[count:]),))])
-        assert float(got) == pytest.approx(task.sums[0], rel=5e-3, abs=0.2), name
+        assert float(got) == pytest.approx(task.sums[0], rel=2e-2, abs=0.2), name
