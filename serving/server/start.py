@@ -55,7 +55,7 @@ class StartProgress:
     def text(self) -> str:
         """`facts` as text."""
         if not (facts := self._facts):
-            return "reading it"
+            return "finding the model"
         done = f"{facts['stage']} ({100 * facts['done'] // max(1, facts['total'])} %)"
         return done + (f", about {facts['left_s']:.0f} s left" if facts.get("left_s") else "")
 
@@ -124,7 +124,7 @@ def later_buckets(engine: Any, *, copies: bool) -> LaterBuckets:
     # Imported here: exported programs run without JAX.
     from jaxllm.serving.runners.scorer import Scorer
 
-    table, some, scores = engine.runner.buckets, list[Any](), list[Any]()
+    buckets, some, scores = engine.runner.buckets, list[Any](), list[Any]()
     with contextlib.suppress(ConfigError):
         # Streamed weights support neither; requests for them are refused.
         scorer: Scorer = Scorer(engine.runner)
@@ -132,4 +132,4 @@ def later_buckets(engine: Any, *, copies: bool) -> LaterBuckets:
     if copies:
         some += [each for level in engine.levels for each in engine.runner_at(level).fork_buckets()]
     groups = [engine.model.later_buckets(), some, scores]
-    return LaterBuckets(table.keep, groups, lambda: table.fill([], later=some))
+    return LaterBuckets(buckets.keep, groups, lambda: buckets.fill([], later=some))

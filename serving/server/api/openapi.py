@@ -112,11 +112,11 @@ def page(found: Mapping[str, Any]) -> str:
 def _fields(schema: Mapping[str, Any]) -> str:
     required = schema.get("required", ())
     rows = [
-        f"<tr><td>{html.escape(name)}{' (required)' * (name in required)}</td>"
-        f"<td>{html.escape(_type_of(each))}</td></tr>"
+        f"<dt>{html.escape(name)}{' (required)' * (name in required)}</dt>"
+        f"<dd>{html.escape(_type_of(each))}</dd>"
         for name, each in schema.get("properties", {}).items()
     ]
-    return f'<table class="texts">{"".join(rows)}</table>' if rows else "<p>No fields.</p>"
+    return f"<dl>{''.join(rows)}</dl>" if rows else "<p>No fields.</p>"
 
 
 def _type_of(schema: Mapping[str, Any]) -> str:

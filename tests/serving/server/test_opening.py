@@ -145,7 +145,7 @@ def test_a_second_start_compiles_and_measures_nothing(tmp_path, compiles, monkey
 def test_a_start_tells_what_it_does_and_how_long_it_takes(caplog):
     times = iter((0.0, 0.0, 10.0, 20.0, 21.0, 30.0, 40.0))
     progress = StartProgress(lambda: next(times))
-    assert progress.text == "reading it"
+    assert progress.text == "finding the model"
     with caplog.at_level("INFO"):
         for done in range(5):
             progress("compile", done, 4)
