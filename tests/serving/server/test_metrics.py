@@ -27,6 +27,7 @@ from starlette.applications import Starlette
 from jaxllm.serving.server import logs
 from jaxllm.serving.server import metrics as metrics_of
 from jaxllm.serving.server.api.errors import ApiError, api_error, error_response, openai_body
+from jaxllm.serving.server.calls import Scored
 from jaxllm.serving.server.job import Dispatch
 from jaxllm.serving.server.logs import (
     AccessLogged,
@@ -59,6 +60,8 @@ def used(snapshot=dict):
     metrics.count("calls_refused", "mail", "full")
     metrics.count("calls_failed", "mail", "ContextGone")
     metrics.count("calls_cancelled", "mail")
+    metrics.report(Scored(9), "mail")
+    metrics.add_request({"app": "mail", "status": 400, "code": "unknown_field", "param": "x"})
     return metrics
 
 
@@ -72,7 +75,7 @@ def test_a_call_from_its_first_to_its_last_event():
         ("objectives_total", app, ("met", "true")): 1,
         ("plans_total", ("level", "70"), ("source", "proposed")): 1, ("prompt_tokens_total", app): 120,
         ("kept_tokens_total", app): 96, ("reused_tokens_total", app): 64, ("answer_tokens_total", app): 21,
-        ("drafted_tokens_total", app): 10, ("ttft_seconds_sum", app): 0.2,
+        ("drafted_tokens_total", app): 10, ("scored_tokens_total", app): 9, ("ttft_seconds_sum", app): 0.2,
         ("ttft_seconds_bucket", app, ("le", "0.2")): 1, ("ttft_seconds_bucket", app, ("le", "0.1")): 0,
         ("engine_ttft_seconds_sum", app): 0.18, ("tpot_seconds_sum", app): 0.03,
         ("queue_wait_seconds_sum", app): 0.012, ("batch_rows_sum", decoding): 3,
