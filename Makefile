@@ -133,12 +133,14 @@ $(VENV)-accelerators/.ready: pyproject.toml constraints.txt constraints-accelera
 	  fsspec pytest pytest-timeout pytest-xdist
 	touch $@
 
-# LlamaIndex needs an older `openai` than the others.
+# LlamaIndex needs an older `openai` than the others, and lm-evaluation-harness packages that no client needs.
 $(VENV)-clients/.ready: $(wildcard tests/clients/requirements*.txt tests/clients/package.json)
-	for name in python llama_index; do $(BIN)/python -m venv $(VENV)-clients/$$name || exit 1; done
+	for name in python llama_index lm_eval; do $(BIN)/python -m venv $(VENV)-clients/$$name || exit 1; done
 	$(VENV)-clients/python/bin/python -m pip install --quiet --no-deps --requirement tests/clients/requirements.txt
 	$(VENV)-clients/llama_index/bin/python -m pip install --quiet --no-deps \
 	  --requirement tests/clients/requirements-llama-index.txt
+	$(VENV)-clients/lm_eval/bin/python -m pip install --quiet --no-deps \
+	  --requirement tests/clients/requirements-lm-eval.txt
 	mkdir -p $(VENV)-clients/node && cp tests/clients/package.json $(VENV)-clients/node
 	cd $(VENV)-clients/node && npm install --no-fund --no-audit --no-package-lock
 	touch $@

@@ -1,6 +1,6 @@
 """Serves the programs of a folder by the one server: scheduler, engine's thread, limits, sockets, metrics.
 
-    run(ServerOptions(http="127.0.0.1:8000", batch_rows=()), lambda: OpenedPrograms(service))
+    run(ServerOptions(http="127.0.0.1:8000", batch_rows=()), lambda _: OpenedPrograms(service))
 
 Requires the packages of `pip install 'jaxllm[serve]'`, and no JAX.
 """
@@ -37,6 +37,10 @@ class OpenedPrograms:
     service: ProgramService
     memory_bytes: int = 0
     model_sampling: bool = True
+
+    def close(self) -> None:
+        """See `Opened`."""
+        self.service.close()
 
     def start(self, backend: Backend) -> None:
         """See `Opened`."""

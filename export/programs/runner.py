@@ -230,6 +230,11 @@ class ProgramRunner(Runner):
         filled = next(iter(rows.values())).shape[2] if rows else 0
         return self._cache(self.executor.restored(self.level, length, rows), length, filled)
 
+    def can_fork(self, cache: ProgramCache) -> bool:
+        """Whether `fork` can begin at once."""
+        del cache
+        return True
+
     def fork(self, cache: ProgramCache, tokens: int) -> ProgramCache:
         """A cache with the first `tokens` positions of another, which stays unchanged. Under `lock`."""
         return self.restored(self.rows(cache, tokens), tokens)

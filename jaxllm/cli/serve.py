@@ -23,12 +23,37 @@ PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheu
     help="A bundle, a Hugging Face folder, a GGUF file, a packaged model's name, package:NAME of an "
     "installed package, or hf:OWNER/NAME of the hub.  [default: default]",
 )
+@click.option("--alias", metavar="NAME", help="The model's name in calls.  [default: derived from MODEL]")
+@click.option(
+    "--context",
+    "context_tokens",
+    type=click.IntRange(min=1),
+    metavar="TOKENS",
+    help="Maximum number of tokens of prompt and answer together.  [default: the model's window, up to 2048]",
+)
 @click.option(
     "--http",
     metavar="HOST:PORT",
     help="Listen on a TCP address; port 0 chooses a free one.  [default: 127.0.0.1:8080 without --socket]",
 )
 @path_option("--socket", metavar="PATH", help="Listen on a Unix socket.")
+@click.option(
+    "--api-key",
+    metavar="KEY",
+    envvar="JAXLLM_API_KEY",
+    help="Require this key over HTTP, or one of `jaxllm keys`. Other users of this machine can read command "
+    "lines: set $JAXLLM_API_KEY instead.  [default: keys of `jaxllm keys` alone]",
+)
+@click.option(
+    "--localhost-pages",
+    is_flag=True,
+    default=None,
+    help="Let web pages that are served on this machine's loopback call, such as those of a development "
+    "server.",
+)
+@click.option(
+    "--open", "open_browser", is_flag=True, default=None, help="Open the dashboard in a browser when ready."
+)
 @path_option(
     "--contexts",
     metavar="DIR",
@@ -112,4 +137,4 @@ def serve_command(config: Path | None, adapter: dict[str, Path], **given: Any) -
     given |= {"adapter": adapter} if adapter else {}
     options = dataclasses.replace(ServerOptions() if config is None else read_options(config), **given)
     drafts = speculation(options.draft)
-    run(options, lambda: open_service(options, drafts), config=config)
+    run(options, lambda progress: open_service(options, drafts, progress), config=config)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # bound and the caches donated.
 
 
-# Number of tokens whose logits `score_branches` has in memory together.
+# Number of tokens whose logits `score_chunk` and `score_branches` have in memory together.
 SCORE_BLOCK = 128
 
 
@@ -154,6 +154,24 @@ def decode_tokens(
     return rows, done, cache, sampler
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScoredChunk:
+    """Scores of a chunk's targets, each the possible token after a position. Log-probabilities are natural.
+
+    Attributes:
+      logprobs: `[B, T]` float32, log-probability of each target.
+      ranks: `[B, T]` int32, 1 plus the number of likelier tokens.
+      top_ids: `[B, T, K]` int32, the likeliest tokens, likeliest first; of equal ones the lower id.
+      top_logprobs: `[B, T, K]` float32, theirs.
+    """
+
+    logprobs: jax.Array
+    ranks: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
 @shaped(tokens="int32 B T", targets="int32 B T", valid="int32")
 def score_chunk(
     params: Params,
@@ -162,19 +180,51 @@ def score_chunk(
     valid: jax.Array,
     cache: KVCache,
     *,
+    top: int = 1,
     cfg: ModelConfig,
     dtype: DTypeLike,
-) -> tuple[jax.Array, jax.Array, KVCache]:
-    """Log-probabilities of `targets` `[B, T]`, each the token after the one at its index in `tokens`.
+) -> tuple[ScoredChunk, KVCache]:
+    """Scores `targets` `[B, T]`, each the token after the one at its index in `tokens`.
+
+    Args:
+      tokens, targets: `[B, T]` int32; the first `valid` are valid.
+      valid: int32 scalar in [1, T].
+      cache: cache of the tokens before; donated.
+      top: number of likeliest tokens (K).
 
     Returns:
-      `[B, T]` float32 natural logarithms, `[B, T]` int32 greedy next tokens (both undefined for padding),
-      and the cache.
+      The scores, undefined for padding, and the cache.
     """
     hidden, cache = forward(params, tokens, cache, cfg=cfg, valid=valid, dtype=dtype)
-    scores = jax.nn.log_softmax(logits(params, hidden, cfg=cfg), axis=-1)
-    best = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-    return jnp.take_along_axis(scores, targets[..., None], axis=-1)[..., 0], best, cache
+    size = min(tokens.shape[1], SCORE_BLOCK)
+
+    def block(index: jax.Array, found: ScoredChunk) -> ScoredChunk:
+        at = index * size
+        rows = jax.lax.dynamic_slice_in_dim(hidden, at, size, axis=1)
+        goals = jax.lax.dynamic_slice_in_dim(targets, at, size, axis=1)[..., None]
+        scores = jax.nn.log_softmax(logits(params, rows, cfg=cfg), axis=-1)
+        chosen = jnp.take_along_axis(scores, goals, axis=-1)
+        # Sorting costs more than finding the largest.
+        ids = jnp.argmax(scores, axis=-1)[..., None] if top == 1 else jax.lax.top_k(scores, top)[1]
+        here = ScoredChunk(
+            logprobs=chosen[..., 0],
+            ranks=1 + jnp.sum(scores > chosen, axis=-1, dtype=jnp.int32),
+            top_ids=ids.astype(jnp.int32),
+            top_logprobs=jnp.take_along_axis(scores, ids, axis=-1),
+        )
+        return jax.tree.map(
+            lambda all_, part: jax.lax.dynamic_update_slice_in_dim(all_, part, at, axis=1), found, here
+        )
+
+    # By blocks, so that the logits of all tokens are never in memory together.
+    each, several = tokens.shape, (*tokens.shape, top)
+    empty = ScoredChunk(
+        logprobs=jnp.zeros(each, jnp.float32),
+        ranks=jnp.zeros(each, jnp.int32),
+        top_ids=jnp.zeros(several, jnp.int32),
+        top_logprobs=jnp.zeros(several, jnp.float32),
+    )
+    return jax.lax.fori_loop(0, (valid + size - 1) // size, block, empty), cache
 
 
 @shaped(tokens="int32 B T", valid="int32")

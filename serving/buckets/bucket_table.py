@@ -391,6 +391,7 @@ class BucketTable:
         self._ahead: dict[Bucket, concurrent.futures.Future[Any]] = {}
         self._unusable: set[Bucket] = set()
         self._compiled_apart: set[Bucket] = set()
+        self._keeping = threading.Lock()
         self._guards: list[Callable[[], None]] = []
 
     def add_level(self, level: int, model: Any, store: BucketStore | None = None) -> None:
@@ -435,10 +436,10 @@ class BucketTable:
         missing = [bucket for bucket in dict.fromkeys(buckets) if bucket not in self._compiled]
         began = time.perf_counter()
         self._compile_apart(missing, progress)
-        for bucket, future in [*self._pending.items()]:
+        for bucket, each in [*self._pending.items()]:
             # Those that failed are built again.
-            if future.cancelled() or (future.done() and future.exception() is not None):
-                del self._pending[bucket]
+            if each.cancelled() or (each.done() and each.exception() is not None):
+                self._pending.pop(bucket, None)
         new = [bucket for bucket in dict.fromkeys([*missing, *later]) if bucket not in self]
         if new:
             pool = concurrent.futures.ThreadPoolExecutor(usable_cores())
@@ -446,7 +447,7 @@ class BucketTable:
             # Its threads end when the queue is empty.
             pool.shutdown(wait=False)
         self._drop_ahead()
-        waiting = {self._pending[bucket]: bucket for bucket in missing}
+        waiting = {future: each for each in missing if (future := self._pending.get(each)) is not None}
         try:
             while waiting:
                 ready, _ = concurrent.futures.wait(waiting, _PROGRESS_S, concurrent.futures.FIRST_COMPLETED)
@@ -462,10 +463,12 @@ class BucketTable:
         self.build_ms += 1000 * (time.perf_counter() - began)
 
     def keep(self, buckets: Iterable[Bucket], progress: Progress | None = None) -> None:
-        """Compiles missing buckets to disk, for `begin_loading`; fills those that cannot be stored there."""
-        buckets = [*buckets]
-        self._compile_apart(buckets, progress)
-        self.fill([each for each in buckets if not self._is_stored(each)], progress)
+        """Compiles missing buckets to disk, for `begin_loading`; fills those that cannot be stored there.
+        From any thread, in turns."""
+        with self._keeping:
+            buckets = [each for each in dict.fromkeys(buckets) if not self.is_ready(each)]
+            self._compile_apart(buckets, progress)
+            self.fill([each for each in buckets if not self._is_stored(each)], progress)
 
     def begin_loading(self, bucket: Bucket) -> bool:
         """Whether a bucket is ready; if not, loads it in the background, so that it is soon."""
@@ -477,7 +480,8 @@ class BucketTable:
                 self._unusable.add(bucket)
                 _log.warning("%s cannot be loaded, so fewer rows share a dispatch: %s", bucket, error)
         elif pending is None and not self.is_ready(bucket):
-            self.fill([], later=[bucket])
+            # Another thread may be about to compile it.
+            self.fill([], later=[bucket] if self._is_stored(bucket) or not self._keeping.locked() else [])
         return self.is_ready(bucket)
 
     def fill_here(self, buckets: Iterable[Bucket]) -> None:
@@ -541,7 +545,7 @@ class BucketTable:
         """Compiles buckets to disk in another process, if they are for it; those that it cannot compile are
         compiled here."""
         works, folder = [], None
-        for bucket in buckets:
+        for bucket in dict.fromkeys(buckets):
             model, store = self._models[bucket.level]
             if store is not None and store.apart and bucket not in self and not self._is_stored(bucket):
                 works.append((bucket, model, store.key(bucket)))
@@ -559,9 +563,10 @@ class BucketTable:
             _log.warning("not all buckets were compiled in another process, so they are here: %s", why)
 
     def _finish(self, bucket: Bucket) -> Any:
-        compiled, self.bucket_ms[bucket] = self._pending.pop(bucket).result()
-        self._compiled[bucket] = compiled
-        return compiled
+        if (future := self._pending.get(bucket)) is not None:
+            self._compiled[bucket], self.bucket_ms[bucket] = future.result()
+            self._pending.pop(bucket, None)
+        return self._compiled[bucket]
 
     def _drop_ahead(self) -> None:
         for bucket in self._ahead.keys() - self._pending.keys():

@@ -22,6 +22,7 @@ from jaxllm.quant import QArray, Weight, quantize, to_blocks
 from jaxllm.serving.buckets.bucket import Bucket, ids, shapes_of
 from jaxllm.serving.buckets.bucket_table import BucketStore, BucketTable
 from jaxllm.serving.elastic.tiny_proposer import Decision, TinyOutputs, TinyProposer, known_levels
+from jaxllm.serving.host.progress import Progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,7 @@ class TinyPlanner(TinyProposer):
         store: BucketStore | None = None,
         *,
         decision: Decision = "safest",
+        progress: Progress | None = None,
     ) -> None:
         """Prepares its buckets.
 
@@ -79,6 +81,7 @@ class TinyPlanner(TinyProposer):
           levels: levels that the planner chooses from, ascending.
           store: store of its buckets; None compiles them.
           decision: see `TinyProposer`.
+          progress: callback for ("compile", buckets done, buckets in all).
 
         Raises:
           ConfigError: it was trained for none of these levels.
@@ -93,7 +96,7 @@ class TinyPlanner(TinyProposer):
             for name, value in served_arrays(tiny.params, native_here=native_here).items()
         }
         buckets = BucketTable(TlmShapes(tiny.cfg, shapes_of(params)), store and store.of(tiny.cfg, params))
-        buckets.fill(TinyLmBucket(tokens=length) for length in lengths)
+        buckets.fill([TinyLmBucket(tokens=length) for length in lengths], progress)
 
         def run(row: np.ndarray, mask: np.ndarray) -> TinyOutputs:
             keep, (model, prompt) = buckets.get(TinyLmBucket(tokens=row.shape[1]))(params, row, mask)

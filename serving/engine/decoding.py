@@ -40,11 +40,13 @@ class TokenLogprob:
 
     Attributes:
       top: the likeliest tokens and theirs, likeliest first.
+      rank: 1 plus the number of likelier tokens, of scored texts; 0 if unknown.
     """
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class Decoding:

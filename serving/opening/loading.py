@@ -16,6 +16,7 @@ from jaxllm.kernels import native
 from jaxllm.models.features import Feature, require_feature
 from jaxllm.models.lora import Adapter, adapter_digest, padded
 from jaxllm.models.parameters import Params
+from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.elastic.levels import Levels
 from jaxllm.serving.ground.bundles import open_tokenizer
 from jaxllm.serving.ground.options import EngineOptions
@@ -199,9 +200,6 @@ class LoadedModel:
             runners = [self.runner(each) for each in (self.levels if level == FULL_LEVEL else (level,))]
             needed = [bucket for each in runners for bucket in each.buckets_for()]
             needed += runner.buckets_for(trees=trees)
-            if self.options.spare_memory:
-                later = [each for own in runners if own.batch is not None for each in own.batch.buckets()]
-                self.runners.buckets.keep([*needed, *later], progress)
             runner.fill(needed, progress)
             # One of the levels that share buckets, if possible with integer prefill, too.
             runners.sort(key=lambda each: each.int8 is not None and each.int8.possible)
@@ -224,6 +222,11 @@ class LoadedModel:
             return
         if speculation is not None:
             speculation.drafter.warm_up(progress, tokens=tokens)
+
+    def later_buckets(self) -> list[Bucket]:
+        """Buckets that a model which spares memory may answer without at first: those of several rows."""
+        runners = [self.runner(each) for each in self.levels]
+        return [each for own in runners if own.batch is not None for each in own.batch.buckets()]
 
     def facts(self) -> dict[str, Any]:
         """Counts as plain data: loaded and compiled buckets, and weights read from storage."""

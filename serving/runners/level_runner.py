@@ -232,6 +232,11 @@ class LevelRunner(Runner):
             cache = self._compiled(GrowBucket, short_tokens=short, long_tokens=long)(cache)
         return cache
 
+    def can_fork(self, cache: KVCache) -> bool:
+        """Whether `fork` can begin at once; if not, its bucket is loaded in the background."""
+        bucket = self.model.bucket(ForkBucket, cache_tokens=cache.capacity_tokens)
+        return self.buckets.begin_loading(bucket)
+
     def fork(self, cache: KVCache, tokens: int) -> KVCache:
         """Copies the first `tokens` tokens of a cache into a cache of the same length; requires
         `fork_buckets`."""

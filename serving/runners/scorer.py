@@ -2,13 +2,14 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxllm.errors import ConfigError, NotFinite
+from jaxllm.errors import ConfigError, ContextOverflow, NotFinite
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.features import require_decoder_alone, require_feature
 from jaxllm.nn.documents import Branches
@@ -18,16 +19,34 @@ from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.runner import padded, plan_chunks
 from jaxllm.steps.branching import Packed, target_room
-from jaxllm.steps.model import ScoredTokens, embed_chunk, route_documents, score_branches, score_chunk
+from jaxllm.steps.model import (
+    ScoredChunk,
+    ScoredTokens,
+    embed_chunk,
+    route_documents,
+    score_branches,
+    score_chunk,
+)
+
+# Maximum number of likeliest tokens next to each token of a text, as in OpenAI's interface.
+MAX_TOP = 20
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ScoreBucket(ChunkBucket):
-    """Scores one chunk of a text after a cache (see `steps.model.score_chunk`)."""
+    """Scores one chunk of a text after a cache (see `steps.model.score_chunk`).
+
+    Attributes:
+      top: number of likeliest tokens.
+    """
+
+    top: int = 1
 
     def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(params, row, targets, valid, cache) -> log-probabilities, likeliest tokens, cache."""
+        """(params, row, targets, valid, cache) -> scores, cache."""
         row, cache = ids(1, self.tokens), model.cache(self.cache_tokens)
-        return model.lowered(score_chunk, row, row, SCALAR, cache, donated=(4,))
+        step = functools.partial(score_chunk, top=self.top)
+        return model.lowered(step, row, row, SCALAR, cache, donated=(4,))
 
 
 class EmbedTextBucket(ChunkBucket):
@@ -170,6 +189,16 @@ class Scorer:
         """
         return Embedding(self.runner, tokens)
 
+    def scoring(
+        self, tokens: Sequence[int], ends: Sequence[Sequence[int]] = (), *, top: int = MAX_TOP
+    ) -> "Scoring":
+        """The scores of a text and of its ends, chunk by chunk (see `Scoring`)."""
+        return Scoring(self.runner, tokens, ends, top=top)
+
+    def scoring_buckets(self, *, top: int = MAX_TOP) -> list[Bucket]:
+        """The buckets of `scoring`; caches have the longest length, as for embeddings."""
+        return _scoring_buckets(self.runner, self.runner.options.chunk_tokens, top)
+
     def score_branches(self, packed: Packed) -> tuple[np.ndarray, np.ndarray]:
         """Natural log-probability of each of `packed`'s targets, `[count]` float32, and whether no other
         token is likelier, `[count]` bool."""
@@ -194,9 +223,9 @@ class Scorer:
             compiled = self.runner.buckets.get(self._score_bucket(cache.capacity_tokens, chunk))
             row, valid = padded(tokens[at : at + chunk], chunk)
             goal, _ = padded(targets[at : at + chunk], chunk)
-            out, likeliest, cache = compiled(self.runner.params, row, goal, np.int32(valid), cache)
-            scores.append(np.asarray(out)[0, :valid])
-            best.append(np.asarray(likeliest)[0, :valid])
+            out, cache = compiled(self.runner.params, row, goal, np.int32(valid), cache)
+            scores.append(np.asarray(out.logprobs)[0, :valid])
+            best.append(np.asarray(out.top_ids)[0, :valid, 0])
             at += valid
         return np.concatenate(scores), np.concatenate(best), cache
 
@@ -244,6 +273,11 @@ class Embedding:
         self._sum: np.ndarray | None = None
         self._cache: KVCache | None = None
 
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that its next steps need."""
+        return _embedding_buckets(self._runner, sorted({*self._lengths}))
+
     def step(self) -> bool:
         """Computes the next chunk; a bucket that was not filled (see `Scorer.embedding_buckets`) is loaded
         from disk or compiled first.
@@ -273,6 +307,114 @@ class Embedding:
             raise NotFinite("the hidden states of a text are not finite numbers: prepare the model again")
         self.vector = (total / norm).astype(np.float32)
         return False
+
+
+class Scoring:
+    """The scores of one text's tokens, and of the tokens of ends that follow it, computed chunk by chunk.
+
+    The text is fed once for all ends. Of each chunk only the scores leave the device: logits of a whole text
+    are never in memory.
+
+    Attributes:
+      tokens: tokens of the text that are in the cache: all but the last.
+      scores: scores of the text after its first token, then of each end, with a batch of one row and `[1, T]`
+        positions; complete when `step` has returned False.
+      cache: cache of `tokens`; None if there are none, or while they are computed.
+    """
+
+    def __init__(
+        self, runner: LevelRunner, tokens: Sequence[int], ends: Sequence[Sequence[int]] = (), *, top: int
+    ) -> None:
+        """Plans the chunks.
+
+        Args:
+          runner: runner of the level, with resident weights.
+          tokens: the text, at least one token; with all but the last token of an end at most the window.
+          ends: its possible continuations, each scored after the text alone.
+          top: number of likeliest tokens (K), at most the vocabulary.
+
+        Raises:
+          ConfigError: the text is empty, or the model cannot feed several ends after one text.
+          ContextOverflow: a text with its end is too long.
+        """
+        window, longest = runner.options.context_tokens, max(map(len, ends), default=1)
+        if not tokens or not all(ends):
+            raise ConfigError("a text to score and its ends must have at least one token each")
+        if (fed := len(tokens) + longest - 1) > window:
+            raise ContextOverflow(
+                f"the text to score has {fed} tokens, the context holds {window}; shorten it"
+            )
+        if ends:
+            require_feature(runner.cfg, "tasks")
+        self.tokens, self.scores = tuple(tokens[:-1]), list[ScoredChunk]()
+        self.cache: KVCache | None = None
+        self._runner, self._top = runner, min(top, runner.cfg.vocab_size)
+        self._parts = [(tokens[:-1], tokens[1:]), *(([tokens[-1], *each[:-1]], each) for each in ends)]
+        self._steps = self._chunks()
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets that it needs: filled before the first step, none is loaded or compiled in it."""
+        lengths = self._runner.options.chunk_tokens
+        chunks = {chunk for tokens, _ in self._parts if tokens for chunk in plan_chunks(len(tokens), lengths)}
+        return _scoring_buckets(self._runner, sorted(chunks), self._top)
+
+    def step(self) -> bool:
+        """Computes the next chunk; returns whether there is more to do.
+
+        Raises:
+          NotFinite: log-probabilities are not numbers.
+        """
+        return next(self._steps, None) is not None
+
+    def _chunks(self) -> Iterator[bool]:
+        runner, done = self._runner, 0
+        total = sum(len(tokens) for tokens, _ in self._parts)
+        for tokens, targets in self._parts:
+            found, at = list[ScoredChunk](), 0
+            for chunk in plan_chunks(len(tokens), runner.options.chunk_tokens) if tokens else ():
+                row, valid = padded(tokens[at : at + chunk], chunk)
+                goal, _ = padded(targets[at : at + chunk], chunk)
+                buckets = _scoring_buckets(runner, [chunk], self._top)
+                runner.fill(buckets)
+                with runner.lock:
+                    start, compiled = map(runner.buckets.get, buckets)
+                    cache = start() if self.cache is None else self.cache
+                    # The bucket takes it.
+                    self.cache = None
+                    out, self.cache = compiled(runner.params, row, goal, np.int32(valid), cache)
+                found.append(jax.tree.map(lambda each, valid=valid: np.asarray(each)[:, :valid], out))
+                if np.isnan(found[-1].logprobs).any():
+                    raise NotFinite(
+                        "the log-probabilities of a text are not finite numbers: prepare the model again"
+                    )
+                at, done = at + valid, done + valid
+                if done < total:
+                    yield True
+            self.scores.append(
+                jax.tree.map(lambda *each: np.concatenate(each, axis=1), *found)
+                if found
+                else _no_scores(self._top)
+            )
+            if self.cache is not None:
+                # Rows after the length of a cache are never attended to.
+                length: Any = np.int32(len(self.tokens))
+                self.cache = dataclasses.replace(self.cache, length=length)
+
+
+def _no_scores(top: int) -> ScoredChunk:
+    none: Any = np.zeros((1, 0), np.float32)
+    some: Any = np.zeros((1, 0, top), np.float32)
+    return ScoredChunk(logprobs=none, ranks=none, top_ids=some, top_logprobs=some)
+
+
+def _scoring_buckets(runner: LevelRunner, chunks: Sequence[int], top: int) -> list[Bucket]:
+    capacity, bucket = runner.options.cache_tokens[-1], runner.model.bucket
+    scores = [
+        bucket(ScoreBucket, tokens=each, cache_tokens=capacity, top=min(top, runner.cfg.vocab_size))
+        for each in chunks
+    ]
+    return [bucket(StartBucket, cache_tokens=capacity), *scores]
 
 
 def _embedding_buckets(runner: LevelRunner, chunks: Sequence[int]) -> list[Bucket]:

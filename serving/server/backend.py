@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from jaxllm.errors import BudgetExceeded, ConfigError, JaxllmError
 from jaxllm.serving.elastic.objectives import Binding
+from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.images.prompt import EncodedImage, require_encoder
 from jaxllm.serving.server.calls import (
@@ -25,7 +26,9 @@ from jaxllm.serving.server.calls import (
     Event,
     ModelFacts,
     Refused,
+    Scored,
     Started,
+    TextToScore,
     content_tokens,
     encoded_prompt,
     images_of,
@@ -36,6 +39,7 @@ from jaxllm.serving.server.job import Job
 from jaxllm.serving.server.limits import AppLimits, Bindings, Limiter, Limits
 from jaxllm.serving.server.logs import CURRENT
 from jaxllm.serving.server.metrics import Metrics
+from jaxllm.serving.server.start import StartProgress
 from jaxllm.text.answer_syntax import PLAIN_FORMAT, AnswerFormat
 from jaxllm.text.token_bytes import TokenBytes
 from jaxllm.text.tokenizer import Tokenizer
@@ -58,11 +62,12 @@ class Backend:
       bindings: objectives of apps.
       limiter: limits of all apps; replaceable.
       metrics: counts of all calls.
+      start: progress of the model's opening.
     """
 
     def __init__(self, limits: Limits | None = None, bindings: Bindings | None = None) -> None:
         self.limiter, self.metrics = Limiter(limits or Limits()), Metrics(self.snapshot, self._measure)
-        self.bindings = bindings or Bindings()
+        self.bindings, self.start = bindings or Bindings(), StartProgress()
         self.executor: Executor | None = None
         self._facts: ModelFacts | None = None
         self._token_bytes: TokenBytes | None = None
@@ -73,6 +78,7 @@ class Backend:
         self._pool = ThreadPoolExecutor(2, "tokenizer")
         # One at a time: a decoded image needs tens of megabytes.
         self._images = ThreadPoolExecutor(1, "images")
+        self._scoring, self._scoring_waits = asyncio.Lock(), 0
 
     def opened(
         self,
@@ -193,6 +199,20 @@ class Backend:
             lambda: tokenizer.encode(prompt, add_special_tokens=special, special=special)
         )
 
+    async def tokenize_ends(
+        self, text: str, ends: Sequence[str]
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """The token ids of a text and of its possible ends, as tasks encode them: where the tokenizer joins
+        the text's last token with an end, all ends begin before it."""
+        # Imported here: exported programs have no tasks.
+        from jaxllm.tasks.example import TaskExample
+        from jaxllm.tasks.questions import branching
+
+        tokenizer = self._tokenizer()
+        example = TaskExample(user=text, form="text", answer=ends[0], options=tuple(ends))
+        found = await self._encode(lambda: branching(tokenizer, example))
+        return found.trunk, found.branches
+
     async def detokenize(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
         tokenizer = self.require_executor().service.engine.tokenizer
@@ -228,11 +248,68 @@ class Backend:
 
         for prompt in prompts:
             embedding = Scorer(engine.runner).embedding(prompt)
+            # As in `score`.
+            await asyncio.to_thread(engine.runner.buckets.keep, embedding.buckets)
             while await self._in_engine(app, embedding.step):
                 pass
             assert embedding.vector is not None
             found.append(embedding.vector.tolist())
         return found
+
+    async def score(self, app: str, text: TextToScore) -> list[list[TokenLogprob]]:
+        """The log-probabilities of a text's tokens after its first, and of each of its ends; one chunk at a
+        time in the background, so that answers continue, and one text at a time, so that one cache suffices.
+
+        Args:
+          app: app of the request; counted as a call of it.
+          text: the text.
+
+        Raises:
+          Refused: the service is loading or draining, or a limit is reached.
+          ConfigError, ContextOverflow: the text cannot be scored.
+          AdapterGone: its adapter is no longer loaded.
+        """
+        executor, count = self.require_executor(), text.count
+        engine, now_s = executor.service.engine, time.monotonic()
+        if not hasattr(engine.options, "prompt_embeddings"):
+            raise ConfigError("exported programs score no texts; use `jaxllm serve` with a bundle")
+        if self._scoring_waits >= executor.options.queued:
+            self.metrics.count("calls_refused", app, "full")
+            raise Refused(f"{self._scoring_waits} texts wait to be scored, the maximum", reason="full")
+        # Imported here: exported programs run without JAX.
+        from jaxllm.serving.runners.scorer import Scorer
+
+        runner = engine.runner_at(text.level)
+        scoring = Scorer(runner).scoring(text.tokens, text.ends, top=text.top)
+        try:
+            reserved = self.limiter.admit(app, prompt_tokens=count, max_tokens=0, now_s=now_s)
+        except Refused as error:
+            self.metrics.count("calls_refused", app, error.reason)
+            raise
+        self._scoring_waits, used = self._scoring_waits + 1, 0
+        self.metrics.count("calls_accepted", app)
+        try:
+            async with self._scoring:
+                # A missing bucket would keep answers waiting while it is compiled.
+                await asyncio.to_thread(runner.buckets.keep, scoring.buckets)
+                while await self._in_engine(app, scoring.step, adapter=text.adapter, background=True):
+                    pass
+                if text.keep:
+                    keep = functools.partial(executor.keep_prefix, app, runner, scoring)
+                    await self._in_engine(app, keep, adapter=text.adapter)
+            used = count
+            self.metrics.report(Scored(count), app)
+        except JaxllmError as error:
+            self.metrics.count("calls_failed", app, type(error).__name__)
+            raise
+        except asyncio.CancelledError:
+            self.metrics.count("calls_cancelled", app)
+            raise
+        finally:
+            self._scoring_waits -= 1
+            self.limiter.ended(app, reserved, started=False, tokens=used, now_s=time.monotonic())
+        parts = [text.tokens[1:], *text.ends]
+        return [_token_logprobs(*each) for each in zip(scoring.scores, parts, strict=True)]
 
     async def encode_images(self, app: str, files: Sequence[bytes]) -> tuple[EncodedImage, ...]:
         """Decodes and encodes images for a conversation, one tile at a time between dispatches.
@@ -342,7 +419,7 @@ class Backend:
         `jaxllm.serving.server.opening`)."""
         executor = self.executor
         if executor is None:
-            return {"ready": False, "alive": True, "why": self._why}
+            return {"ready": False, "alive": True, "why": self._why, "start": dict(self.start.facts)}
         alive = executor.alive and time.monotonic() - executor.beat_s < _STUCK_S
         why = self._why or ("" if alive else "the engine's thread does not answer")
         why = why or ("the engine fails, and is tested now" if executor.canary.suspected else "")
@@ -407,20 +484,32 @@ class Backend:
     def require_executor(self) -> Executor:
         """The executor; raises Refused while the model is loading."""
         if self.executor is None:
-            message = "the model is loading; try again in some seconds"
-            raise Refused(message, reason="loading", retry_after_s=2)
+            message = f"the model is loading: {self.start.text}; try again in some seconds"
+            wait_s = self.start.facts.get("left_s", 2)
+            raise Refused(message, reason="loading", retry_after_s=max(2, wait_s))
         return self.executor
 
     async def _encode(self, work: Callable[[], Any]) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def _in_engine(self, app: str, work: Callable[[], Result]) -> Result:
-        return await asyncio.wrap_future(self.require_executor().work(app, work))
+    async def _in_engine(self, app: str, work: Callable[[], Result], **how: Any) -> Result:
+        return await asyncio.wrap_future(self.require_executor().work(app, work, **how))
 
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer, for texts within the window."""
         engine = self.require_executor().service.engine
         return engine.tokenizer.limited(engine.options.context_tokens)
+
+
+def _token_logprobs(scores: Any, tokens: Sequence[int]) -> list[TokenLogprob]:
+    """The scores of tokens from a `jaxllm.steps.model.ScoredChunk` of one row."""
+    columns = (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
+    return [
+        TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)), rank)
+        for token, logprob, rank, ids, values in zip(
+            tokens, *(each[0].tolist() for each in columns), strict=True
+        )
+    ]
 
 
 def _answer_format(tokenizer: Tokenizer) -> AnswerFormat:

@@ -302,6 +302,39 @@ class Ended:
 Event = Started | Piece | Ended
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextToScore:
+    """A text whose tokens are scored, with the possible ends that follow it.
+
+    Attributes:
+      tokens: ids of the text.
+      ends: ids of its ends.
+      top: number of likeliest tokens next to each, at least 1.
+      level: level that scores, in percent; None for the whole model.
+      adapter: name of a low-rank adapter; empty for none.
+      keep: whether an answer to the text follows, which then finds its prompt cached.
+    """
+
+    tokens: tuple[int, ...]
+    ends: tuple[tuple[int, ...], ...] = ()
+    top: int = 1
+    level: int | None = None
+    adapter: str = ""
+    keep: bool = False
+
+    @property
+    def count(self) -> int:
+        """Number of all tokens."""
+        return len(self.tokens) + sum(map(len, self.ends))
+
+
+@dataclasses.dataclass(frozen=True)
+class Scored:
+    """A text was scored, with its number of tokens."""
+
+    tokens: int
+
+
 def time_limits(objective: Objective | None, whole: Cost) -> tuple[float, float]:
     """The limits of an answer's time to the first token and per further token, in milliseconds, by its
     objective and the whole model's cost; infinity for none. A limit of the total time is divided in

@@ -17,6 +17,7 @@ import signal
 import socket
 import sys
 import threading
+import webbrowser
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
@@ -26,28 +27,35 @@ import uvloop
 
 from jaxllm.errors import JaxllmError, one_line
 from jaxllm.serving.host.machine import raise_open_files
+from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.identity import Identity, KeyFile, default_keys_file
 from jaxllm.serving.server.limits import Bindings
 from jaxllm.serving.server.logs import writing_logs
-from jaxllm.serving.server.metrics import PAGES, metric_routes
+from jaxllm.serving.server.metrics import metric_routes
+from jaxllm.serving.server.pages import PAGES
 from jaxllm.serving.server.service_options import ServerOptions, read_options
-from jaxllm.serving.server.sockets import bound, described, protocol
+from jaxllm.serving.server.sockets import bound, described, is_loopback, protocol
 
 _log = logging.getLogger(__name__)
 
 
 class Opened(Protocol):
-    """An open model, live or of exported programs. `start` opens the backend on its executor.
+    """An open model, live or of exported programs. `start` opens the backend on its executor; `close` closes
+    the service with its contexts and engine, and raises the error of an answer that could not be stored.
 
     Attributes:
-      service: plans and answers, in `contexts`, None for none. Its `close` closes both and the engine, and
-        raises the error of an answer that could not be stored.
+      service: plans and answers, in `contexts`, None for none.
     """
 
     service: Any
 
     def start(self, backend: Backend) -> None: ...  # noqa: D102
+
+    def close(self) -> None: ...  # noqa: D102
+
+
+Opener = Callable[[Progress], Opened]
 
 
 class Notifier:
@@ -85,12 +93,12 @@ _FLUSH_S = 5
 _LATE_S = 30.0
 
 
-def run(options: ServerOptions, opener: Callable[[], Opened], *, config: Path | None = None) -> None:
+def run(options: ServerOptions, opener: Opener, *, config: Path | None = None) -> None:
     """Runs the service until a signal ends it. In the main thread; logs go to stderr.
 
     Args:
       options: options of the service.
-      opener: opens the model; called in its own thread.
+      opener: opens the model, and reports its progress; called in its own thread.
       config: file that SIGHUP reloads limits from; None for none.
 
     Raises:
@@ -101,7 +109,9 @@ def run(options: ServerOptions, opener: Callable[[], Opened], *, config: Path | 
     options.context_options()
     raise_open_files()
     notifier = Notifier(os.environ)
-    identity = Identity(KeyFile(options.keys or default_keys_file()), remote=options.remote)
+    identity = Identity(
+        KeyFile(options.keys or default_keys_file()), remote=options.remote, own_key=options.api_key
+    )
     places = options.address, options.socket, options.socket_mode
     level = logging.getLevelNamesMapping()[options.log_level.upper()]
     with bound(*places, identity.require_address) as sockets, writing_logs(sys.stderr, level):
@@ -123,7 +133,7 @@ class Daemon:
     def __init__(
         self,
         options: ServerOptions,
-        opener: Callable[[], Opened],
+        opener: Opener,
         identity: Identity,
         notifier: Notifier,
         *,
@@ -151,6 +161,8 @@ class Daemon:
         stopping = asyncio.create_task(self._stop.wait())
         for each in sockets:
             _log.info("listening on %s", described(each))
+        for warning in self._open_doors(sockets):
+            _log.warning("%s", warning)
         # A daemon thread: compiling cannot be interrupted.
         threading.Thread(target=self._open, name="loading", daemon=True).start()
         opening, opened = asyncio.wrap_future(self._opening), None
@@ -166,6 +178,8 @@ class Daemon:
                 name = self.backend.facts().name
                 self._notifier.send("READY=1", f"STATUS=serving {name}")
                 _log.info("ready: %s answers", name)
+                if self._options.open_browser:
+                    threading.Thread(target=_browse, args=(described(sockets[0]),), daemon=True).start()
                 await asyncio.wait(ending, return_when=asyncio.FIRST_COMPLETED)
             if watching.done():
                 # Without the watchdog a failing engine would go unnoticed.
@@ -183,12 +197,30 @@ class Daemon:
                     # An error may have left the engine's thread running.
                     if (executor := self.backend.executor) is not None:
                         await asyncio.to_thread(executor.stop, 0)
-                    await asyncio.to_thread(opened.service.close)
+                    await asyncio.to_thread(opened.close)
                 except JaxllmError as error:
                     # No call is left to raise it.
                     _log.error("%s", error)
         if self._failure:
             raise JaxllmError(self._failure)
+
+    def _open_doors(self, sockets: Sequence[socket.socket]) -> Iterator[str]:
+        """What others may do with the service that they perhaps should not."""
+        options, over_tcp = self._options, [each for each in sockets if each.family != socket.AF_UNIX]
+        keyless = bool(over_tcp) and not self._identity.needs_key
+        if keyless:
+            yield (
+                "there is no API key: every user and program of this machine may call over HTTP, as one app, "
+                "with an operator's rights; give a key ($JAXLLM_API_KEY), make keys of apps (`jaxllm keys "
+                "add APP`), or listen on a Unix socket alone (--socket)"
+            )
+        if options.localhost_pages:
+            without = ", without a key" if keyless else ""
+            yield f"web pages that any program serves on this machine may call{without} (--localhost-pages)"
+        if any(not is_loopback(each.getsockname()[0]) for each in over_tcp):
+            yield "other machines may call, and HTTP is not encrypted: put a proxy with TLS before it"
+        if options.socket is not None and options.socket_mode & 0o077:
+            yield f"other users of this machine may call over {options.socket} (socket_mode)"
 
     def _server_config(self) -> uvicorn.Config:
         # Imported here only: the front knows nothing of the daemon.
@@ -198,9 +230,9 @@ class Daemon:
         app = make_app(
             self.backend,
             identify=self._identity.identify,
-            # A browser loads the page of metrics before it can send a key.
             guard=dataclasses.replace(guard, open_paths=guard.open_paths | PAGES),
             extra_routes=metric_routes(self.backend.metrics),
+            on_request=self.backend.metrics.add_request,
         )
         self._front = app.state.api
         return uvicorn.Config(
@@ -218,7 +250,7 @@ class Daemon:
 
     def _open(self) -> None:
         try:
-            self._opening.set_result(self._opener())
+            self._opening.set_result(self._opener(self.backend.start))
         except BaseException as error:
             self._opening.set_exception(error)
 
@@ -299,6 +331,12 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+def _browse(url: str) -> None:
+    """Opens the dashboard in the user's browser, if there is one."""
+    if not webbrowser.open(url):
+        _log.warning("no browser could be opened; the dashboard is at %s", url)
 
 
 def _leave(code: int) -> NoReturn:

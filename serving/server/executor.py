@@ -23,7 +23,7 @@ from jaxllm.errors import BundleError, ConfigError, JaxllmError, NotFinite, one_
 from jaxllm.models.features import feature_refusal
 from jaxllm.serving.elastic.objectives import expected_cost
 from jaxllm.serving.elastic.planned_service import PlannedService
-from jaxllm.serving.engine.request import GenerationConfig
+from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.engine.run import Run
 from jaxllm.serving.engine.step import decode_together, fail, step
 from jaxllm.serving.server.calls import Call, ContextBusy, Refused, encoded_prompt
@@ -53,6 +53,18 @@ _PERIOD_S = 0.02
 _RESTART_S = 5.0
 # Maximum delay of a call that arrives while the thread waits for a mask.
 _MASK_S = 0.005
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Function:
+    """A function of an app for the engine's thread (see `Executor.work`), waiting since a time."""
+
+    app: str
+    run: Callable[[], Any]
+    adapter: str
+    background: bool
+    future: Future[Any] = dataclasses.field(default_factory=Future)
+    since_s: float = dataclasses.field(default_factory=time.monotonic)
 
 
 class Executor:
@@ -95,7 +107,7 @@ class Executor:
         self._numbers = itertools.count()
         # Guarded by `_wake`: calls that no dispatch has seen yet, functions of apps, why none are accepted.
         self._inbox: list[Job] = []
-        self._functions: list[tuple[str, Callable[[], Any], Future[Any]]] = []
+        self._functions: list[_Function] = []
         self._refusing: str | None = None
         self._close_at_s: float | None = None
         # Written only by the thread; others read snapshots.
@@ -156,22 +168,39 @@ class Executor:
             self._wake.notify()
         return job
 
-    def work(self, app: str, what: Callable[[], Result]) -> "Future[Result]":
-        """Runs a function of an app in the engine's thread, between two dispatches, on the model without
-        adapters, unless its future is cancelled before; the future has its result or error.
+    def work(
+        self, app: str, what: Callable[[], Result], *, adapter: str = "", background: bool = False
+    ) -> "Future[Result]":
+        """Runs a function of an app in the engine's thread, between two dispatches, unless its future is
+        cancelled before; the future has its result or error.
+
+        Args:
+          app: app of the function.
+          what: the function.
+          adapter: adapter that the model has meanwhile; empty for none.
+          background: whether it waits while foreground calls have something to compute, up to the
+            scheduler's patience.
 
         Raises:
           Refused: the service is stopping, or too many functions of the app wait.
         """
-        future: Future[Result] = Future()
+        function = _Function(app, what, adapter, background)
         with self._wake:
             self._require_taking()
-            if sum(waiting == app for waiting, *_ in self._functions) >= _MAX_WAITING:
+            if sum(waiting.app == app for waiting in self._functions) >= _MAX_WAITING:
                 message = f"{_MAX_WAITING} requests of this app wait for the engine, the maximum; wait"
                 raise Refused(message, reason="full")
-            self._functions.append((app, what, future))
+            self._functions.append(function)
             self._wake.notify()
-        return future
+        return function.future
+
+    def keep_prefix(self, app: str, runner: Any, text: Any) -> None:
+        """Caches a scored text (see `jaxllm.serving.runners.scorer.Scoring`) for the app's next answer to it,
+        in the engine's thread."""
+        if text.cache is not None:
+            states = None if runner.cfg.states is None else len(text.tokens)
+            session = Session([*text.tokens], text.cache, runner.weights_version, state_tokens=states)
+            self.sessions.keep(app, "", session)
 
     def require_contexts(self) -> Any:
         """The contexts of apps.
@@ -276,9 +305,9 @@ class Executor:
             self._jobs, self._inbox, self._functions = {}, [], []
         for job in jobs:
             job.put(error)
-        for *_, future in functions:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+        for function in functions:
+            if function.future.set_running_or_notify_cancel():
+                function.future.set_exception(error)
 
     def _one_turn(self) -> bool:
         """Accepts and cancels calls, does other work, then runs one dispatch or waits; returns False if the
@@ -317,19 +346,28 @@ class Executor:
     def _run_functions(self) -> None:
         """Calls functions of apps in their order of arrival: one, and more while little time has passed."""
         late_s = time.perf_counter() + _PERIOD_S
-        while self._functions:
-            with self._wake:
-                app, function, future = self._functions.pop(0)
-            began_s = time.perf_counter()
+        while (function := self._next_function()) is not None:
+            began_s, future = time.perf_counter(), function.future
             if future.set_running_or_notify_cancel():
                 try:
-                    self.adapters.use("")
-                    future.set_result(self.canary.watched(function))
+                    self.adapters.use(function.adapter)
+                    future.set_result(self.canary.watched(function.run))
                 except BaseException as error:
                     future.set_exception(error)
-            self._count(app, 1000 * (time.perf_counter() - began_s))
+            self._count(function.app, 1000 * (time.perf_counter() - began_s))
             if time.perf_counter() >= late_s:
                 return
+
+    def _next_function(self) -> _Function | None:
+        """Removes and returns the next function to call: a background one only if no foreground call could
+        go on instead, or it has waited too long."""
+        busy = any(job.priority == "foreground" and job.ready for job in self._jobs.values())
+        starved_s = time.monotonic() - self.options.patience_ms / 1000
+        with self._wake:
+            for index, each in enumerate(self._functions):
+                if not each.background or not busy or each.since_s < starved_s:
+                    return self._functions.pop(index)
+        return None
 
     def _compile_grammars(self) -> None:
         """Starts to compile grammars of waiting calls: at most one per app and priority is being compiled, or

@@ -257,8 +257,19 @@ class Identity:
       remote: whether to serve other machines. Requires keys.
     """
 
-    def __init__(self, keys: KeyFile | None = None, *, remote: bool = False) -> None:
+    def __init__(self, keys: KeyFile | None = None, *, remote: bool = False, own_key: str = "") -> None:
+        """See the class; `own_key` is a key of the app `local`, an operator, besides those of `keys`."""
         self.keys, self.remote = keys, remote
+        self._own = digest(own_key) if own_key else ""
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether callers over HTTP need a key.
+
+        Raises:
+          ConfigError: see `read_keys`.
+        """
+        return bool(self._own) or (self.keys is not None and self.keys.needed())
 
     def require_address(self, host: str) -> None:
         """Checks an address that the service is about to listen on.
@@ -273,10 +284,10 @@ class Identity:
                 f"{host!r:.80} is not a loopback address, so other machines could reach the service; use "
                 "127.0.0.1, or set remote = true in the file of options (--config)"
             )
-        if self.keys is None or not self.keys.needed():
+        if not self.needs_key:
             raise ConfigError(
                 f"{host!r:.80} can be reached by other machines, and there are no API keys; make one with "
-                "`jaxllm keys add APP`"
+                "`jaxllm keys add APP`, or give one (--api-key, $JAXLLM_API_KEY)"
             )
 
     def identify(self, scope: MutableMapping[str, Any]) -> str:
@@ -299,17 +310,17 @@ class Identity:
             own = peer.credentials is not None and peer.credentials.uid in (0, os.geteuid())
             return peer.app, own
         try:
-            needed = self.keys is not None and self.keys.needed()
-            if not needed:
+            if not self.needs_key:
                 if peer is not None and is_loopback(peer.address):
                     return "local", True
                 message = "other machines may not call this service without an API key, and it has none"
                 raise _unknown(message, "unknown_peer")
-            assert self.keys is not None
             if not (key := _key(scope)):
                 message = "an API key is missing; send it as `Authorization: Bearer KEY`"
                 raise _unknown(message, "missing_api_key")
-            stored = self.keys.find(key)
+            if self._own and hmac.compare_digest(digest(key[:_MOST_KEY_CHARACTERS]), self._own):
+                return "local", True
+            stored = None if self.keys is None else self.keys.find(key)
         except ConfigError as error:
             # Do not reveal errors of the file to callers.
             _log.error("API keys cannot be checked: %s", error)
@@ -330,7 +341,7 @@ def _key(scope: Mapping[str, Any]) -> str:
     """The key in a request's headers; empty for none, or if several differ."""
     found = set()
     for name, value in scope.get("headers") or ():
-        if name == b"x-api-key":
+        if name in (b"x-api-key", b"api-key"):
             found.add(value.strip())
         elif name == b"authorization":
             scheme, _, rest = value.strip().partition(b" ")

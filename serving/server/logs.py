@@ -19,13 +19,20 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxllm.serving.server.api.errors import api_error, error_response, shape_of
+from jaxllm.serving.server.api.errors import (
+    REPORTED,
+    ApiError,
+    api_error,
+    code_of,
+    error_response,
+    shape_of,
+)
 from jaxllm.serving.server.identity import identified_app
 from jaxllm.serving.server.sockets import OPEN_PATHS
 
@@ -47,11 +54,13 @@ class Served:
     Attributes:
       request_id: id of the request.
       calls: its accepted calls, in order.
+      errors: errors that it was answered with, in order.
     """
 
     def __init__(self, request_id: str, scope: Mapping[str, Any]) -> None:
         self.request_id, self._scope = request_id, scope
         self.calls: list[Job] = []
+        self.errors: list[ApiError] = []
 
     @property
     def app(self) -> str:
@@ -186,7 +195,11 @@ def writing_logs(stream: TextIO, level: int = logging.INFO) -> Iterator[LineWrit
 
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
-_MOST_PATH = 200
+_MOST_PATH, _MOST_REASON = 200, 300
+# Texts in quotation marks, which may have an apostrophe inside of a word.
+_QUOTED = re.compile(r"""'.*?'(?!\w)|".*?"|`.*?`""", re.DOTALL)
+# Paths that the dashboard reads every few seconds.
+_WATCHING = {"/metrics", "/requests"}
 # HTTP statuses: the first of refusals and of failures, refusals among those, and a client that left.
 _REFUSED, _FAILED, _REFUSALS, _LEFT = 400, 500, (503, 507), 499
 
@@ -233,6 +246,10 @@ def access_record(
         "outcome": outcome,
         "total_ms": round(total_ms, 1),
     }
+    if served.errors:
+        refusal = served.errors[0]
+        fields |= {"code": code_of(refusal), "reason": _reason(refusal)}
+        fields |= {"param": refusal.param} if refusal.param else {}
     if not calls:
         return fields
     fields["tokens"] = sum(each.read_tokens for each in calls)
@@ -248,13 +265,28 @@ def access_record(
     return fields
 
 
+def _reason(error: ApiError) -> str:
+    """The text of an error without the values that it quotes, which may be of prompts; the field's name
+    stays."""
+    kept = {repr(error.param), f'"{error.param}"'}
+    return _QUOTED.sub(lambda found: found[0] if found[0] in kept else "...", str(error))[:_MOST_REASON]
+
+
 class AccessLogged:
     """ASGI middleware that assigns each request an id, the client's or a new one, returns it in a header,
     answers unhandled errors, and writes a record of each request to the logger `jaxllm.access`: at level
-    "info", or "debug" for probes, which repeat every few seconds."""
+    "info", or "debug" for probes and pages that watch, which repeat every few seconds.
 
-    def __init__(self, app: ASGIApp) -> None:
+    Args:
+      app: the app.
+      on_request: called with each record, but those of probes and pages.
+    """
+
+    def __init__(
+        self, app: ASGIApp, on_request: Callable[[Mapping[str, Any]], None] = lambda record: None
+    ) -> None:
         self._app, self._log = app, logging.getLogger("jaxllm.access")
+        self._on_request = on_request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -273,7 +305,7 @@ class AccessLogged:
                 message["headers"] = [*message.get("headers", ()), name]
             await send(message)
 
-        token = CURRENT.set(served)
+        token, reported = CURRENT.set(served), REPORTED.set(served.errors)
         try:
             await self._app(scope, receive, sending)
         except ClientDisconnect:
@@ -292,5 +324,9 @@ class AccessLogged:
             fields = access_record(
                 served, method=scope["method"], path=path, status=status, total_ms=total_ms, error=error
             )
-            self._log.log(logging.DEBUG if path in OPEN_PATHS else logging.INFO, "request", extra=fields)
+            quiet = path in OPEN_PATHS or (path in _WATCHING and status < _REFUSED)
+            self._log.log(logging.DEBUG if quiet else logging.INFO, "request", extra=fields)
+            if not quiet:
+                self._on_request(fields)
             CURRENT.reset(token)
+            REPORTED.reset(reported)

@@ -199,7 +199,7 @@ class PrefixSessions:
 
     def take(self, app: str, key: str, prompt: tuple[int, ...], runner: Any) -> Session:
         """The session of the app with the longest common prefix with a prompt, with the key if several are
-        equal; an empty one if the prefix is too short.
+        equal; an empty one if the prefix is too short, or the bucket that copies it is not ready yet.
 
         Returns:
           The session itself, which is removed from the cache, or a copy of its prefix.
@@ -216,6 +216,8 @@ class PrefixSessions:
         if len(session.tokens) - common <= _MOST_LEFT:
             self._remove(best)
             return session
+        if not runner.can_fork(session.cache):
+            return Session()
         # Mark it as recently used.
         self._kept.remove(best)
         self._kept.append(best)

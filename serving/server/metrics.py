@@ -1,4 +1,5 @@
-"""Counts and times calls in a Prometheus registry; serves `/metrics` and the dashboard, which reads it.
+"""Counts and times calls in a Prometheus registry; serves `/metrics`, `/requests` and the dashboard, which
+reads both.
 
 Each metric is declared once: its labels, and what changes it. Gauges are read from the backend's
 current values on each scrape. Names of apps become labels, so their number is bounded. The page contains
@@ -6,9 +7,11 @@ no data, so anyone may load it; metrics name all apps and their times, and are f
 """
 
 import asyncio
+import collections
+import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -19,11 +22,14 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from jaxllm.serving.server.api.errors import ApiError, error_response, openai_body
-from jaxllm.serving.server.calls import Ended, Started
+from jaxllm.serving.server.calls import Ended, Scored, Started
 from jaxllm.serving.server.identity import is_operator
 from jaxllm.serving.server.job import Dispatch
+from jaxllm.serving.server.pages import FILES, FOLDER, PAGE_HEADERS
 
-_MOST_APPS, _MOST_KINDS = 32, 16
+_MOST_APPS, _MOST_KINDS, _MOST_REFUSALS = 32, 16, 128
+# Number of requests that are listed.
+_MOST_LISTED = 200
 _MS_PER_S = 1000.0
 _TTFT_S = (0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6)
 _TPOT_S = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.4, 0.8)
@@ -56,6 +62,10 @@ def _per_token_s(field: str) -> Callable[[Ended], float | None]:
 METRICS: tuple[tuple[str, str, str, type | None, Any, Sequence[float]], ...] = (
     ("calls_accepted", "Calls that were accepted.", "app", None, None, ()),
     ("calls_refused", "Calls that were refused, by reason.", "app reason", None, None, ()),
+    (
+        "requests_refused", "Requests that were answered with an error, by status, code and field.",
+        "app status code field", None, None, (),
+    ),
     ("calls_failed", "Calls that ended with an error, by kind.", "app kind", None, None, ()),
     ("calls_cancelled", "Calls whose client left.", "app", None, None, ()),
     ("calls_ended", "Answers that ended, by reason.", "app finish_reason", Ended, lambda end: 1, ()),
@@ -72,6 +82,7 @@ METRICS: tuple[tuple[str, str, str, type | None, Any, Sequence[float]], ...] = (
         "drafted_tokens", "Tokens of answers that were drafted.", "app", Ended,
         lambda end: max(0.0, round(end.tokens * end.drafted)), (),
     ),
+    ("scored_tokens", "Tokens of given texts that were scored.", "app", Scored, "tokens", ()),
     ("dispatched_tokens", "Tokens that dispatches gave, by kind.", "kind", Dispatch, "tokens", ()),
     ("ttft_seconds", "Time to the first token, waiting included.", "app", Ended, "ttft_ms", _TTFT_S),
     (
@@ -132,6 +143,8 @@ class Metrics:
     ) -> None:
         self.measure = measure
         self._names, self._kinds = _Names(_MOST_APPS), _Names(_MOST_KINDS)
+        self._refusals = _Names(_MOST_REFUSALS)
+        self._listed: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=_MOST_LISTED)
         self._snapshot, self._registry = snapshot, CollectorRegistry(auto_describe=False)
         self._metrics: dict[str, Counter | Histogram] = {}
         for name, text, labels, _, _, buckets in METRICS:
@@ -145,7 +158,25 @@ class Metrics:
         """Counts what became of a call of an app, with a reason or kind for the metrics that have one."""
         self._add(name, [self._names(app), *([self._kinds(kind)] if kind else ())], 1)
 
-    def report(self, event: Started | Ended | Dispatch, app: str = "") -> None:
+    def add_request(self, record: Mapping[str, Any]) -> None:
+        """Lists a request by its record (see `jaxllm.serving.server.logs.access_record`), and counts it if it
+        was answered with an error. Fields are named by clients, so the number of kinds is bounded."""
+        self._listed.append({"time_s": round(time.time(), 3), **record})
+        if "code" in record:
+            kind = (
+                self._names(record["app"]),
+                str(record["status"]),
+                record["code"],
+                record.get("param", ""),
+            )
+            known = self._refusals("\0".join(kind)) != "other"
+            self._add("requests_refused", kind if known else (*kind[:2], "other", "other"), 1)
+
+    def requests(self) -> list[Mapping[str, Any]]:
+        """The records of the last requests, newest first."""
+        return list(self._listed)[::-1]
+
+    def report(self, event: Started | Ended | Scored | Dispatch, app: str = "") -> None:
         """Adds an event of a call of an app, or a dispatch: in the engine's thread, so it must be fast."""
         for name, _, labels, kind, value, _ in METRICS:
             if kind is type(event):
@@ -205,50 +236,30 @@ def _found(value: Any, place: Sequence[str]) -> Iterator[tuple[tuple[str, ...], 
             yield (str(key), *more), found
 
 
-_FOLDER = Path(__file__).parent / "dashboard"
-# Path -> file and its media type.
-_FILES = {
-    "/": ("index.html", "text/html"),
-    "/dashboard/style.css": ("style.css", "text/css"),
-    "/dashboard/page.js": ("page.js", "text/javascript"),
-    "/dashboard/chat.js": ("chat.js", "text/javascript"),
-    "/dashboard/icon.svg": ("icon.svg", "image/svg+xml"),
-}
-# Paths of the dashboard page, which contains no data.
-PAGES = frozenset(_FILES)
-# Scripts, styles and requests of this origin only; nothing inline, no frames, no form submission.
-POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
-_HEADERS = {
-    "Content-Security-Policy": POLICY,
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-cache",
-}
+_REQUESTS = "/requests"
 _NOT_STORED = {"Cache-Control": "no-store"}
 _NOT_OPERATOR = (
-    "metrics name all apps, and are for operators: send a key made with `jaxllm keys add NAME --operator`, "
-    "or call over the Unix socket as root or as the service's user"
+    "metrics and requests name all apps, and are for operators: send a key made with `jaxllm keys add NAME "
+    "--operator`, or call over the Unix socket as root or as the service's user"
 )
 
 
 def metric_routes(metrics: Metrics) -> list[Route]:
-    """The routes of `/metrics`, for operators, and of the page at `/`."""
+    """The routes of `/metrics` and `/requests`, for operators, and of the page at `/`."""
 
     def page(name: str, kind: str) -> Callable[[Request], Response]:
         def answer(request: Request) -> Response:
             del request
-            return FileResponse(_FOLDER / name, media_type=kind, headers=_HEADERS)
+            return FileResponse(FOLDER / name, media_type=kind, headers=PAGE_HEADERS)
 
         return answer
 
     # Values are read in the event loop, as backends require, not in a thread.
     async def read(request: Request) -> Response:
         if is_operator(request.scope):
+            if request.url.path == _REQUESTS:
+                body = json.dumps({"object": "list", "data": metrics.requests()})
+                return Response(body, media_type="application/json", headers=_NOT_STORED)
             await asyncio.to_thread(metrics.measure)
             return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST, headers=_NOT_STORED)
         refusal = error_response(ApiError(_NOT_OPERATOR, status=403, code="not_operator"), openai_body)
@@ -256,6 +267,6 @@ def metric_routes(metrics: Metrics) -> list[Route]:
         return refusal
 
     return [
-        *(Route(path, page(*file), methods=["GET"]) for path, file in _FILES.items()),
-        Route("/metrics", read, methods=["GET"]),
+        *(Route(path, page(*file), methods=["GET"]) for path, file in FILES.items()),
+        *(Route(path, read, methods=["GET"]) for path in ("/metrics", _REQUESTS)),
     ]

@@ -25,7 +25,6 @@ from jaxllm.checkpoints.tokenizer_folder import with_chat_template
 from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import BudgetExceeded, ConfigError, ContextGone, JaxllmError
 from jaxllm.models.lora import TARGETS, LoraConfig, adapted_parameters, adapter_shapes
-from jaxllm.serving.buckets.bucket import Bucket
 from jaxllm.serving.contexts.chunk_io import chunk_io_of
 from jaxllm.serving.contexts.context import ContextCall, fork
 from jaxllm.serving.contexts.manager import Contexts
@@ -40,10 +39,10 @@ from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.allocator import STAGES, give_back_large_blocks, give_back_memory, resident_bytes
 from jaxllm.serving.host.process_memory import give_back_libraries
+from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.images.encoder import ImageEncoder
 from jaxllm.serving.opening.engine import Engine
 from jaxllm.serving.opening.loading import LoadedModel
-from jaxllm.serving.runners.scorer import Scorer
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.calls import AdapterBusy, AdapterFacts, AdapterGone
 from jaxllm.serving.server.context_turns import ContextTurns
@@ -54,6 +53,7 @@ from jaxllm.serving.server.memory import Holding, ServiceMemory
 from jaxllm.serving.server.service import LLMService, engine_options, planner_of
 from jaxllm.serving.server.service_options import ServerOptions
 from jaxllm.serving.server.sockets import require_name
+from jaxllm.serving.server.start import LaterBuckets, StartProgress, later_buckets
 from jaxllm.serving.weights.model_level import LoadedAdapter, rank_of, read_adapter_of
 
 
@@ -240,11 +240,13 @@ class OpenedService:
       service: planner and engine.
       adapters: its adapters.
       options: options of the service.
+      later: buckets that are compiled after the start; None before.
     """
 
     service: LLMService
     adapters: Adapters
     options: ServerOptions
+    later: LaterBuckets | None = None
 
     def start(self, backend: Backend) -> None:
         """See `Opened`."""
@@ -273,8 +275,16 @@ class OpenedService:
             storage=lambda: storage_figures(service.engine.model),
             model_sampling=options.model_sampling,
         )
+        self.later = later_buckets(service.engine, copies=options.prefix_memory > 0)
         # Last: after an error there is no thread to stop.
         executor.start()
+        self.later.start()
+
+    def close(self) -> None:
+        """See `Opened`."""
+        if self.later is not None:
+            self.later.close()
+        self.service.close()
 
 
 class LiveTurnCall(ContextCall):
@@ -325,21 +335,19 @@ def live_turns(
     return ContextTurns(service, functools.partial(LiveTurnCall, service.contexts), adapters, limits_of)
 
 
-def open_service(options: ServerOptions, speculation: SpeculationOptions | None = None) -> OpenedService:
+def open_service(
+    options: ServerOptions,
+    speculation: SpeculationOptions | None = None,
+    progress: Progress | None = None,
+) -> OpenedService:
     """Opens the model of a service and its adapters.
 
     Raises:
       JaxllmError: the model or an adapter cannot be opened.
     """
-    contexts, seen = options.context_options(), set[str]()
+    contexts, stages = options.context_options(), progress or StartProgress()
     give_back_large_blocks()
     give_back_libraries()
-
-    def stages(stage: str, done: int, total: int) -> None:
-        if stage not in seen:
-            seen.add(stage)
-            _log.info("opening the model: %s", stage)
-
     # Found once, so that every part of the opening reads the same revision.
     model = find_model(options.model or None, stages)
     rank, targets, adapter_bytes = engine_shape(dataclasses.replace(options, model=str(model)))
@@ -372,18 +380,10 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         opened.callback(engine.close)
         if options.chat_template is not None:
             engine.model.tokenizer = with_chat_template(engine.tokenizer, options.chat_template)
-        # What only some requests need: embeddings, copies of caches, images.
-        buckets: list[Bucket] = []
-        with contextlib.suppress(ConfigError):
-            # Streamed weights do not support embeddings; requests for them are refused.
-            buckets += Scorer(engine.runner).embedding_buckets()
-        if options.prefix_memory:
-            buckets += [each for level in engine.levels for each in engine.runner_at(level).fork_buckets()]
-        engine.runner.fill(buckets, stages)
         if engine.options.prompt_embeddings and engine.model.images is not None:
             engine.model.images.prepare()
         profile = known_profile(engine, coarse=True, progress=stages)
-        planner = planner_of(engine, profile, margin=SafetyMargin())
+        planner = planner_of(engine, profile, margin=SafetyMargin(), progress=stages)
         # Before the rehearsal, which brings back what answers need.
         give_back_memory()
         give_back_libraries()
@@ -392,6 +392,9 @@ def open_service(options: ServerOptions, speculation: SpeculationOptions | None 
         opened.callback(service.close)
         found = OpenedService(service, Adapters(engine.model, options), options)
         opened.pop_all()
+    window, whole = engine.options.context_tokens, engine.cfg.window_tokens
+    if window < whole:
+        _log.info("prompts with answers may have %d of the model's %d tokens (--context)", window, whole)
     return found
 
 

@@ -242,8 +242,9 @@ def planner_of(
     proposer: Proposer | None = None,
     *,
     margin: SafetyMargin | None = None,
+    progress: Progress | None = None,
 ) -> Planner:
     """A planner for the levels of an engine, with its bundle's tiny LM unless another proposer is given."""
     if proposer is None and (tiny := read_tiny_lm(engine.model.bundle)) is not None:
-        proposer = TinyPlanner(tiny, engine.levels, engine.runner.buckets.store())
+        proposer = TinyPlanner(tiny, engine.levels, engine.runner.buckets.store(), progress=progress)
     return Planner(profile, engine.levels, proposer, safety_margin=margin)

@@ -24,7 +24,13 @@ from jaxllm.serving.elastic.objectives import Binding
 from jaxllm.serving.server.limits import AppLimits, Limits, bound
 from jaxllm.serving.server.memory import PREFIX_BYTES
 from jaxllm.serving.server.scheduler import SchedulerOptions
-from jaxllm.serving.server.sockets import LOOPBACK_HOSTS, GuardOptions, require_name, require_rules
+from jaxllm.serving.server.sockets import (
+    LOOPBACK_HOSTS,
+    GuardOptions,
+    require_key,
+    require_name,
+    require_rules,
+)
 
 DEFAULT_HTTP = "127.0.0.1:8080"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -38,14 +44,18 @@ class ServerOptions:
 
     Attributes:
       model: path or name of a model, see `jaxllm.serving.ground.bundles.find_model`; empty for the default.
+      alias: the model's name in calls; empty for the one derived from `model`.
       http: host and port to listen on, such as "127.0.0.1:8080" or "[::1]:8080"; port 0 chooses a free one.
         Without it and `socket`, 127.0.0.1:8080.
       socket: path of a Unix socket to listen on; None for none.
       socket_mode: permissions of the socket: who may call.
       remote: whether other machines may call, with API keys.
       keys: file of API keys; None for the user's.
+      api_key: an API key of the app `local`, an operator, in addition to those of the file; empty for none.
       hosts: host names of the service, besides those of the loopback and that of `http`.
       origins: origins of other sites' web pages that may call.
+      localhost_pages: whether web pages that are served on this machine's loopback may call, too.
+      open_browser: whether to open the dashboard in a browser once the service is ready.
       apps: rule -> app over the Unix socket. Rules are "uid:1000,exe:/usr/bin/mail" (a program of a user),
         "exe:/usr/bin/mail" (a program of the user that the service runs as) and "uid:1000" (a user). Rules
         with a program have precedence. A process without a rule is the app "uid-1000", by its user. Rules
@@ -86,13 +96,17 @@ class ServerOptions:
     """
 
     model: str = ""
+    alias: str = ""
     http: str = ""
     socket: Path | None = None
     socket_mode: int = option(0o600, low=1, high=0o777)
     remote: bool = False
     keys: Path | None = None
+    api_key: str = dataclasses.field(default="", repr=False)
     hosts: tuple[str, ...] = ()
     origins: tuple[str, ...] = ()
+    localhost_pages: bool = False
+    open_browser: bool = False
     apps: Mapping[str, str] = dataclasses.field(default_factory=dict)
     context_tokens: int = option(0, low=0)
     memory: int = option(0, low=0)
@@ -123,7 +137,9 @@ class ServerOptions:
 
     @property
     def model_name(self) -> str:
-        """The model's name in calls: as given, without folder and suffix."""
+        """The model's name in calls: its alias, or as given, without folder and suffix."""
+        if self.alias:
+            return self.alias
         return Path(self.model).name.removesuffix(".jaxllm") if self.model else "default"
 
     def __post_init__(self) -> None:
@@ -142,6 +158,11 @@ class ServerOptions:
         # Each validates its arguments.
         self.guard()
         require_rules(self.apps)
+        require_key(self.api_key)
+        if self.alias:
+            require_name(self.alias, "an alias")
+        if self.open_browser and self.address is None:
+            raise ConfigError("a browser cannot open the dashboard over a Unix socket: give --http, too")
         for name, folder in self.adapter.items():
             require_name(name, "an adapter")
             if not isinstance(folder, Path):
@@ -168,7 +189,7 @@ class ServerOptions:
         host = "" if self.address is None else self.address[0]
         own = [f"[{host}]" if ":" in host else host] if host else []
         hosts = dict.fromkeys((*LOOPBACK_HOSTS, *own, *self.hosts))
-        return GuardOptions(hosts=tuple(hosts), origins=self.origins)
+        return GuardOptions(hosts=tuple(hosts), origins=self.origins, localhost_pages=self.localhost_pages)
 
     def context_options(self) -> ContextOptions | None:
         """Options of contexts; None if the service has none.

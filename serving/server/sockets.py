@@ -35,7 +35,9 @@ _ANSWER_S = 2.0
 OPEN_PATHS = frozenset({"/health", "/ready"})
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "[::1]")
 HOST = re.compile(r"(?P<name>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(?::(?P<port>\d{1,5}))?")
-_ORIGIN = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
+_ORIGIN = re.compile(r"https?://(?P<host>\[[0-9a-f:.]+\]|[a-z0-9._-]+)(:\d{1,5})?")
+# Short keys can be guessed.
+_KEY = re.compile(r"[!-~]{8,256}")
 # The key of a `Peer` in the ASGI scope's extensions.
 EXTENSION = "jaxllm.peer"
 _MOST_HEAD_BYTES = 1 << 16
@@ -78,11 +80,13 @@ class GuardOptions:
     Attributes:
       hosts: host names of the service, without the port, in lower case.
       origins: origins of other sites' pages that may call, such as "https://app.example"; none by default.
+      localhost_pages: whether pages of any port of the loopback may call.
       open_paths: paths without identification.
     """
 
     hosts: tuple[str, ...] = LOOPBACK_HOSTS
     origins: tuple[str, ...] = ()
+    localhost_pages: bool = False
     open_paths: frozenset[str] = OPEN_PATHS
 
     def __post_init__(self) -> None:
@@ -96,6 +100,23 @@ class GuardOptions:
                     "an origin is http:// or https://, a name in lower case and perhaps a port; `*` and "
                     f"`null` would let every page in; got {origin!r:.80}"
                 )
+
+    def allows(self, origin: str) -> bool:
+        """Whether pages of another origin, in lower case, may call."""
+        if origin in self.origins:
+            return True
+        found = _ORIGIN.fullmatch(origin) if self.localhost_pages else None
+        return found is not None and found["host"] in LOOPBACK_HOSTS
+
+
+def require_key(key: object) -> None:
+    """Validates an API key of one's own; empty for none.
+
+    Raises:
+      ConfigError: it is too short or long, or has characters that a header cannot have.
+    """
+    if not isinstance(key, str) or (key and _KEY.fullmatch(key) is None):
+        raise ConfigError("an API key has 8 to 256 letters, digits and signs of ASCII, without spaces")
 
 
 def require_name(name: object, what: str = "an app") -> str:

@@ -17,7 +17,8 @@ def test_a_missing_package_is_named(run, monkeypatch):
 def test_wrong_options_end_it(run):
     for line, message in (
         ("--http 8080", "HOST:PORT"), ("--draft level:x", "level"), ("--config missing.toml", "missing.toml"),
-        ("--adapter a/b=x", "an adapter's name"),
+        ("--adapter a/b=x", "an adapter's name"), ("--alias a/b", "an alias's name"),
+        ("--api-key short", "8 to 256"), ("--open --socket s", "give --http, too"),
     ):  # fmt: skip
         failed(run("serve", *line.split()), message)
     for given in (("formal",), ("a=",), ("a=x", "a=y")):
@@ -31,8 +32,13 @@ def test_the_command_line_goes_before_the_file(run, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "jaxllm.serving.server.daemon.run", lambda options, opener, config: seen.append(options)
     )
-    succeeded(run("serve", "--config", path, "--http", "127.0.0.1:2"))
-    assert [(each.http, each.drain_s) for each in seen] == [("127.0.0.1:2", 3)]
+    monkeypatch.setenv("JAXLLM_API_KEY", "of-the-environment")
+    own = ("--alias", "mine", "--context", 512, "--localhost-pages", "--open")
+    succeeded(run("serve", "--config", path, "--http", "127.0.0.1:2", *own))
+    (got,) = seen
+    assert (got.http, got.drain_s, got.model_name) == ("127.0.0.1:2", 3, "mine")
+    assert (got.context_tokens, got.api_key, got.open_browser) == (512, "of-the-environment", True)
+    assert got.guard().localhost_pages
 
 
 def test_keys_are_made_listed_and_removed(run, tmp_path):

@@ -66,6 +66,28 @@ def test_whole_validation_text_to_four_digits(stories_folder, documents):
     assert f"{ours.perplexity:.4f}" == f"{expected:.4f}"
 
 
+@shipped
+def test_scores_of_a_text_and_its_ends(stories_folder):
+    """As the service tells them: log-probabilities, ranks and the likeliest tokens."""
+    engine = engine_at(stories_folder, "f32")
+    ids = engine.tokenizer.encode("Once upon a time there was a little girl, who had a red ball. " * 12)
+    ends = (tuple(engine.tokenizer.encode(" She was happy.", add_special_tokens=False)), (7,))
+    scoring = Scorer(engine.runner).scoring(ids, ends, top=3)
+    while scoring.step():
+        pass
+    model = tiny_hf.load(stories_folder)
+    for found, tokens, begins in zip(
+        scoring.scores, (ids, *((*ids, *end) for end in ends)), (1, *[len(ids)] * 2), strict=True
+    ):
+        rows = torch.log_softmax(torch.from_numpy(tiny_hf.logits(model, np.array([tokens]))).double(), -1)
+        rows = rows[0, begins - 1 : -1].numpy()
+        chosen = rows[np.arange(len(rows)), tokens[begins:]]
+        np.testing.assert_allclose(found.logprobs[0], chosen, atol=1e-3)
+        np.testing.assert_allclose(found.top_logprobs[0], -np.sort(-rows, axis=-1)[:, :3], atol=1e-3)
+        # Of tokens that are as likely as others up to rounding the rank may differ.
+        assert (found.ranks[0] == 1 + (rows > chosen[:, None]).sum(axis=-1)).mean() > 0.98
+
+
 @pytest.fixture(scope="module")
 def full(stories_folder, documents):
     """The perplexity of some documents by the weights as they are."""

@@ -305,7 +305,8 @@ def serve_command(choice: _Choice, host: str, port: int, model_sampling: bool, *
         http=f"{name}:{port}", model=str(choice.folder), batch_rows=(), model_sampling=model_sampling
     )
 
-    def opener() -> OpenedPrograms:
+    def opener(progress: Any) -> OpenedPrograms:
+        del progress
         service = choice.serve(**stored)
         return OpenedPrograms(service, choice.memory_bytes, model_sampling)
 

@@ -7,7 +7,8 @@ another site. Neither can reach a Unix socket.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+import re
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,8 +19,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxllm.serving.server.api import anthropic, ollama, openai, resources, responses
+from jaxllm.serving.server.api import anthropic, ollama, openai, resources, responses, scores
 from jaxllm.serving.server.api.errors import ApiError, api_error, error_response, shape_of
+from jaxllm.serving.server.api.openapi import docs_routes, hint
 from jaxllm.serving.server.api.requests import (
     ApiRequest,
     ApiState,
@@ -41,9 +43,10 @@ Identify = Callable[[Scope], str]
 _LEFT = 499
 _PREFLIGHT = (
     (b"access-control-allow-methods", b"GET, POST, DELETE, OPTIONS"),
-    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id, x-slo"),
     (b"access-control-max-age", b"600"),
 )
+# Clients in pages send headers of their own, such as x-stainless-os.
+_HEADER_NAMES = re.compile(r"[a-zA-Z0-9_-]{1,64}(?: ?, ?[a-zA-Z0-9_-]{1,64}){0,63}")
 # Maximum bytes that are read of a refused request's body, and time for them.
 _MOST_DROPPED_BYTES = 8 << 20
 _DROP_S = 10.0
@@ -58,6 +61,7 @@ _ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/responses/{name}/cancel", responses.cancel),
     ("GET", "/v1/responses/{name}/input_items", responses.input_items),
     ("POST", "/v1/embeddings", resources.embeddings),
+    ("POST", "/v1/score", scores.score),
     ("GET", "/v1/models", resources.models),
     ("GET", "/v1/models/{name}", resources.models),
     ("GET", "/v1/adapters", resources.list_adapters),
@@ -92,6 +96,7 @@ def make_app(
     identify: Identify,
     guard: GuardOptions | None = None,
     extra_routes: Sequence[BaseRoute] = (),
+    on_request: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> Starlette:
     """Makes the ASGI app.
 
@@ -100,6 +105,7 @@ def make_app(
       identify: returns the app of a connection by its scope; raises ApiError if it is unknown.
       guard: options of the guard; None for no guard.
       extra_routes: additional routes, with precedence.
+      on_request: called with the record of each request (see `AccessLogged`).
     """
     state = ApiState(backend)
     by_path: dict[str, dict[str, Handler]] = {}
@@ -109,11 +115,12 @@ def make_app(
     for path, handlers in by_path.items():
         who = (lambda scope: "") if path in OPEN_PATHS else identify
         routes.append(Route(path, _endpoint(state, handlers, who), methods=[*handlers]))
-    middleware = [Middleware(AccessLogged)]
+    middleware = [Middleware(AccessLogged, on_request)]
     if guard is not None:
         middleware.append(Middleware(Guard, identify, guard))
+    operations = {(method, path): handler for method, path, handler in _ROUTES}
     app = Starlette(
-        routes=[*extra_routes, *routes],
+        routes=[*extra_routes, *docs_routes(operations), *routes],
         middleware=middleware,
         exception_handlers={HTTPException: _unrouted},
     )
@@ -149,7 +156,12 @@ def _endpoint(
 
 
 async def _unrouted(request: Request, error: Any) -> Response:
-    texts = {404: "there is no such path", 405: f"this path does not support {request.method}"}
+    known = [getattr(each, "path", "") for each in request.app.routes]
+    allowed = (error.headers or {}).get("Allow", "other methods")
+    texts = {
+        404: f"there is no such path; {hint(request.url.path, known)}",
+        405: f"this path does not support {request.method}, but {allowed}",
+    }
     refusal = ApiError(texts.get(error.status_code, str(error.detail)), status=error.status_code)
     response = error_response(refusal, shape_of(request.url.path))
     response.headers.update(error.headers or {})
@@ -178,6 +190,9 @@ class Guard:
                 # Browsers send preflights without a key.
                 private = bool(_header(scope, b"access-control-request-private-network"))
                 headers = [*_PREFLIGHT, *[(b"access-control-allow-private-network", b"true")] * private]
+                asked = _header(scope, b"access-control-request-headers")
+                names = [each.encode() for each in asked if _HEADER_NAMES.fullmatch(each)]
+                headers += [(b"access-control-allow-headers", each) for each in names]
                 await send({"type": "http.response.start", "status": 204, "headers": headers})
                 await send({"type": "http.response.body", "body": b""})
                 return
@@ -201,12 +216,15 @@ class Guard:
         if not origins:
             return "", None
         origin = origins[0].lower()
-        if len(origins) == 1 and origin in self._options.origins:
+        if len(origins) == 1 and self._options.allows(origin):
             return origin, None
         # Our own pages; there are none if the host was not checked.
         if len(origins) == 1 and not over_socket and origin == f"{scope.get('scheme')}://{hosts[0].lower()}":
             return "", None
-        return "", "pages of this Origin may not call; allow it in the service's options"
+        return "", (
+            "pages of this Origin may not call; allow it in the service's options (origins), or pages of "
+            "this machine (--localhost-pages)"
+        )
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, error: ApiError) -> None:

@@ -1,5 +1,6 @@
 """Maps errors to HTTP statuses and to the bodies that OpenAI's, Anthropic's and Ollama's clients expect."""
 
+import contextvars
 import logging
 import math
 from collections.abc import Callable
@@ -51,6 +52,9 @@ class ApiError(JaxllmError):
         self.status, self.code, self.param, self.retry_after_s = status, code, param, retry_after_s
 
 
+# The errors that the request of this context was answered with, for its record; None outside of requests.
+REPORTED: contextvars.ContextVar[list[ApiError] | None] = contextvars.ContextVar("reported", default=None)
+
 # Status -> OpenAI's type, default code, Anthropic's type.
 _KINDS = {
     400: ("invalid_request_error", "invalid_request", "invalid_request_error"),
@@ -101,6 +105,18 @@ _ERRORS: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
 
 def api_error(error: BaseException) -> ApiError:
     """The error for the client. Unexpected errors are logged, and reported without their text."""
+    found = _api_error(error)
+    if (reported := REPORTED.get()) is not None:
+        reported.append(found)
+    return found
+
+
+def code_of(error: ApiError) -> str:
+    """The error's code: its own, or its status's default."""
+    return error.code or _KINDS.get(error.status, _KINDS[400])[1]
+
+
+def _api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     text = str(error)[:_MOST_CHARACTERS]
@@ -123,8 +139,8 @@ Shape = Callable[[ApiError], dict[str, Any]]
 
 def openai_body(error: ApiError) -> dict[str, Any]:
     """An error in OpenAI's format."""
-    kind, code, _ = _KINDS.get(error.status, _KINDS[400])
-    fields = {"message": str(error), "type": kind, "param": error.param or None, "code": error.code or code}
+    kind = _KINDS.get(error.status, _KINDS[400])[0]
+    fields = {"message": str(error), "type": kind, "param": error.param or None, "code": code_of(error)}
     return {"error": fields}
 
 
@@ -150,7 +166,9 @@ def shape_of(path: str) -> Shape:
 
 def error_response(error: ApiError, shape: Shape) -> Response:
     """The complete response to a refused or failed request."""
-    headers = {}
+    reported, headers = REPORTED.get(), {}
+    if reported is not None and error not in reported:
+        reported.append(error)
     if error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(min(error.retry_after_s, 3600))))
     if error.status == 401:

@@ -1,17 +1,13 @@
 """Serves OpenAI's /v1/chat/completions and /v1/completions, with log-probabilities of shown text."""
 
-import codecs
-import collections
-import dataclasses
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
+from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import ContextOverflow
-from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.server.api.answers import (
     Answer,
     AnswerParams,
@@ -25,6 +21,12 @@ from jaxllm.serving.server.api.answers import (
 )
 from jaxllm.serving.server.api.choices import AnswerPart, Choice
 from jaxllm.serving.server.api.errors import ApiError, openai_body
+from jaxllm.serving.server.api.logprobs import (
+    LoggedText,
+    chat_logprobs,
+    completion_logprobs,
+    requested_logprobs,
+)
 from jaxllm.serving.server.api.messages import messages_of
 from jaxllm.serving.server.api.reasoning import Switch
 from jaxllm.serving.server.api.requests import (
@@ -37,123 +39,10 @@ from jaxllm.serving.server.api.requests import (
     new_id,
     now_s,
 )
+from jaxllm.serving.server.api.scores import ScoredPrompt, scored_prompts
 from jaxllm.serving.server.api.tool_use import ToolUse, openai_choice, tools_of
-from jaxllm.serving.server.calls import CallPrompt
+from jaxllm.serving.server.calls import CallPrompt, TextToScore
 from jaxllm.text.answer_parts import CallArguments, CallBegins
-
-# JSON has no infinity; OpenAI's value for impossible tokens.
-_LEAST = -9999.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoggedToken:
-    """A token of an answer's text.
-
-    Attributes:
-      token: its id and log-probability, and those of the most likely tokens.
-      data: bytes of its text.
-      top: bytes of the texts of the most likely tokens.
-      offset: number of characters of the answer's text before it, or before the character that it is part of.
-    """
-
-    token: TokenLogprob
-    data: bytes
-    top: Sequence[bytes]
-    offset: int
-
-
-class LoggedText:
-    """The tokens of one answer whose text is shown: possible beginnings of stop strings are withheld, and
-    tokens from a stop string on are not part of the text."""
-
-    def __init__(self, state: ApiState) -> None:
-        self._backend = state.backend
-        self._waiting: collections.deque[LoggedToken] = collections.deque()
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._begins, self._characters = True, 0
-
-    async def take(self, choice: Choice, *, whole: bool = False) -> list[LoggedToken]:
-        """Adds the news of an answer, or all of it, and returns the tokens whose text is shown now."""
-        for each in choice.logprobs if whole else choice.new_logprobs:
-            ids = [each.token, *(token for token, _ in each.top)]
-            data, *top = await self._backend.token_bytes(ids, begins=self._begins)
-            self._begins = False
-            self._waiting.append(LoggedToken(token=each, data=data, top=top, offset=self._characters))
-            self._characters += len(self._decoder.decode(data))
-        end, shown = choice.ended, []
-        all_shown = end is not None and end.stop_string is None
-        while self._waiting and (all_shown or self._waiting[0].offset < choice.characters):
-            shown.append(self._waiting.popleft())
-        if end is not None:
-            self._waiting.clear()
-        return shown
-
-
-def chat_logprobs(tokens: Sequence[LoggedToken]) -> list[dict[str, Any]]:
-    """The entries of tokens in chats and responses. If most likely tokens are requested, the sampled token is
-    appended to them unless it is one."""
-    return [
-        _entry(each.data, each.token.logprob)
-        | {"top_logprobs": [_entry(data, value) for _, data, value in _top(each, always=False)]}
-        for each in tokens
-    ]
-
-
-def completion_logprobs(tokens: Sequence[LoggedToken]) -> dict[str, Any]:
-    """`logprobs` of a completion's choice. The sampled token is always included; a token with the text of a
-    likelier one is named by its id, because texts are the keys."""
-    logprobs: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for each in tokens:
-        top: dict[str, float] = {}
-        for token, data, value in _top(each, always=True):
-            name = _name(data)
-            top[f"token_id:{token}" if name in top else name] = _finite(value)
-        logprobs["tokens"].append(_name(each.data))
-        logprobs["token_logprobs"].append(_finite(each.token.logprob))
-        logprobs["top_logprobs"].append(top)
-        logprobs["text_offset"].append(each.offset)
-    return logprobs
-
-
-def _top(each: LoggedToken, *, always: bool) -> list[tuple[int, bytes, float]]:
-    """Ids, bytes and log-probabilities of the most likely tokens and the sampled one."""
-    token = each.token
-    top = [(id_, data, value) for (id_, value), data in zip(token.top, each.top, strict=True)]
-    if (top or always) and all(id_ != token.token for id_, _, _ in top):
-        top.append((token.token, each.data, token.logprob))
-    return top
-
-
-def _entry(data: bytes, value: float) -> dict[str, Any]:
-    return {"token": data.decode(errors="replace"), "logprob": _finite(value), "bytes": list(data)}
-
-
-def _name(data: bytes) -> str:
-    """The text of a token; for a part of a character its bytes, in OpenAI's format."""
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(rf"\x{byte:02x}" for byte in data)
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else _LEAST
-
-
-def requested_logprobs(top: int | None, requested: bool, needed: str) -> int | None:
-    """The number of most likely tokens to return log-probabilities of; None for none.
-
-    Args:
-      top: value of `top_logprobs`.
-      requested: whether log-probabilities are requested.
-      needed: how they are requested, for the error.
-
-    Raises:
-      ApiError: none are requested.
-    """
-    if top and not requested:
-        raise ApiError(f"top_logprobs requires {needed}", param="top_logprobs")
-    return (top or 0) if requested else None
 
 
 class ReasoningFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -186,6 +75,7 @@ class ChatBody(SamplingFields, kw_only=True):
     safety_identifier: str | None = None
     reasoning_effort: str | None = None
     reasoning: ReasoningFields | None = None
+    prompt_logprobs: TopLogprobs | None = None
 
 
 _NEVER = (
@@ -235,6 +125,14 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
     prompt = await state.conversation(
         request.app, messages, use.tools, continue_final=_continues(body), template_options=reasoning.options
     )
+    scores: dict[str, Any] = {}
+    if (top := body.prompt_logprobs) is not None:
+        if body.stream:
+            raise ApiError("prompt_logprobs cannot be streamed", param="stream")
+        used = state.adapter(body.adapter or adapter)
+        text = TextToScore(tokens=(), top=top, adapter=used, keep=True)
+        (scored,) = await scored_prompts(state, request, (prompt,), text)
+        scores = {"prompt_logprobs": scored.prompt_logprobs(top)}
     answer = await answer_of(state, request, body, (prompt,), params)
     base: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": now_s(), "model": body.model or facts.name}
     base |= {"system_fingerprint": None}
@@ -256,7 +154,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
             "finish_reason": _finish_reason(choice, use),
         }
         choices.append(entry)
-    return _whole(answer, {**base, "object": "chat.completion"}, choices)
+    return _whole(answer, {**base, "object": "chat.completion"}, choices) | scores
 
 
 def _with_usage(body: "ChatBody | CompletionBody") -> bool:
@@ -375,9 +273,22 @@ class CompletionBody(SamplingFields, kw_only=True):
     logprobs: TopLogprobs | None = None
     logit_bias: dict[str, float] | None = None
     stream_options: StreamOptions | None = None
+    echo: bool = False
+    prompt_logprobs: TopLogprobs | None = None
+    level: int | None = None
+
+    @property
+    def scores_only(self) -> bool:
+        """Whether nothing is generated."""
+        return self.max_tokens == 0
+
+    @property
+    def with_scores(self) -> bool:
+        """Whether log-probabilities of the prompts are asked for."""
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
 
 
-_COMPLETION_NEUTRAL: Neutral = {"best_of": (1,), "echo": (False,), "suffix": ("",)}
+_COMPLETION_NEUTRAL: Neutral = {"best_of": (1,), "suffix": ("",)}
 
 
 async def completions(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
@@ -395,16 +306,34 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
     )
     most = state.answers_per_request
     prompts = prompts_of(body.prompt, "prompt", window_tokens=facts.window_tokens, most=most)
-    answer = await answer_of(state, request, body, prompts, params)
     base = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s()}
     base |= {"model": body.model or facts.name}
-    logged = [LoggedText(state) for _ in answer.choices]
+    prompts, scored = await _scored(state, request, body, prompts, state.adapter(body.adapter or adapter))
+    if body.scores_only:
+        choices = [
+            {"index": index, **_after({"text": "", "logprobs": None, "finish_reason": "length"}, each, body)}
+            for index, each in enumerate(scored)
+        ]
+        tokens = sum(len(each.ids) for each in scored)
+        usage = {"prompt_tokens": tokens, "completion_tokens": 0, "total_tokens": tokens}
+        return {**base, "choices": choices, "usage": usage, "jaxllm": {"level": body.level or FULL_LEVEL}}
+    answer = await answer_of(state, request, body, prompts, params)
+    logged, begun = [LoggedText(state) for _ in answer.choices], set[int]()
 
     async def entry(choice: Choice, text: str, *, whole: bool) -> dict[str, Any]:
         tokens = None if body.logprobs is None else await logged[choice.index].take(choice, whole=whole)
         logprobs = completion_logprobs(tokens) if tokens or (whole and tokens is not None) else None
         reason = choice.finish_reason if choice.ended else None
-        return {"text": text, "logprobs": logprobs, "finish_reason": reason}
+        found = {"text": text, "logprobs": logprobs, "finish_reason": reason}
+        if not scored:
+            return found
+        prompt = scored[choice.index // body.n]
+        if logprobs is not None and body.echo:
+            logprobs["text_offset"] = [len(prompt.text) + each for each in logprobs["text_offset"]]
+        if choice.index in begun:
+            return found
+        begun.add(choice.index)
+        return _after(found, prompt, body)
 
     async def deltas(choice: Choice) -> AsyncGenerator[dict[str, Any], None]:
         part = await entry(choice, choice.new_text, whole=False)
@@ -416,6 +345,55 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
     ended = await answer.whole()
     choices = [{"index": each.index, **await entry(each, each.text, whole=True)} for each in ended]
     return _whole(answer, base, choices)
+
+
+async def _scored(
+    state: ApiState,
+    request: ApiRequest,
+    body: CompletionBody,
+    prompts: tuple[CallPrompt, ...],
+    adapter: str,
+) -> tuple[tuple[CallPrompt, ...], list[ScoredPrompt]]:
+    """The prompts, as ids if they were scored, and what the response says about them; nothing if it says
+    nothing.
+
+    Raises:
+      ApiError: fields exclude each other.
+    """
+    if body.level is not None and not body.scores_only:
+        message = "level is that of scores: send max_tokens 0, too, or an objective (slo) for an answer"
+        raise ApiError(message, param="level")
+    if not (body.echo or body.with_scores or body.scores_only):
+        return prompts, []
+    for name, given, why in (
+        ("stream", body.stream and body.scores_only, "max_tokens 0 gives no text to stream"),
+        ("stream", body.stream and body.prompt_logprobs is not None, "prompt_logprobs cannot be streamed"),
+        ("n", body.n > 1 and body.scores_only, "max_tokens 0 gives no answers; leave n out"),
+        ("conversation", body.conversation, "echo and scores are of whole prompts, not of turns"),
+        ("shorten", body.shorten, "echo and scores are of whole prompts; leave shorten out"),
+    ):
+        if given:
+            raise ApiError(why, param=name)
+    shown = max(body.prompt_logprobs or 0, (body.logprobs or 0) * body.echo)
+    # Without scores a prompt is computed for the next call that begins with it.
+    keep = not (body.with_scores and body.scores_only)
+    text = TextToScore(tokens=(), top=shown, level=body.level, adapter=adapter, keep=keep)
+    wanted = body.with_scores or body.scores_only
+    found = await scored_prompts(state, request, prompts, text, scored=wanted)
+    return tuple(each.ids for each in found) if wanted else prompts, found
+
+
+def _after(entry: dict[str, Any], prompt: ScoredPrompt, body: CompletionBody) -> dict[str, Any]:
+    """The entry of an answer's first text, after what was asked for of its prompt."""
+    if body.echo:
+        entry["text"] = prompt.text + entry["text"]
+        if body.logprobs is not None:
+            before = prompt.completion_logprobs(body.logprobs)
+            own = entry["logprobs"] or {name: [] for name in before}
+            entry["logprobs"] = {name: [*each, *own[name]] for name, each in before.items()}
+    if body.prompt_logprobs is not None:
+        entry["prompt_logprobs"] = prompt.prompt_logprobs(body.prompt_logprobs)
+    return entry
 
 
 def prompts_of(

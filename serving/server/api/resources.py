@@ -76,9 +76,12 @@ async def health(state: ApiState, request: ApiRequest) -> Any:
 
 
 async def ready(state: ApiState, request: ApiRequest) -> Any:
-    """Readiness: 200 while calls are accepted and answered."""
-    status, code = ("ready", 200) if (await state.backend.readiness())["ready"] else ("not ready", 503)
-    return json_response({"status": status}, code)
+    """Readiness: 200 while calls are accepted and answered; with the progress of the start before."""
+    found = await state.backend.readiness()
+    status, code = ("ready", 200) if found["ready"] else ("not ready", 503)
+    return json_response(
+        {"status": status} | {name: found[name] for name in ("start",) if name in found}, code
+    )
 
 
 async def tokenize(state: ApiState, request: ApiRequest) -> Any:

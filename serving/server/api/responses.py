@@ -27,8 +27,8 @@ from jaxllm.serving.server.api.answers import (
 )
 from jaxllm.serving.server.api.choices import Choice
 from jaxllm.serving.server.api.errors import ApiError, openai_body
+from jaxllm.serving.server.api.logprobs import LoggedText, chat_logprobs, requested_logprobs
 from jaxllm.serving.server.api.messages import conversation_of, items_of, output_text, require_calls
-from jaxllm.serving.server.api.openai import LoggedText, chat_logprobs, requested_logprobs
 from jaxllm.serving.server.api.reasoning import Switch
 from jaxllm.serving.server.api.requests import (
     ApiRequest,

@@ -1,6 +1,6 @@
-// Reads /metrics every two seconds and shows its numbers in tables.
+// Reads /metrics and /requests every two seconds and shows them in tables.
 
-const PERIOD_MS = 2000;
+const PERIOD_MS = 2000, SHOWN = 50;
 let key = sessionStorage.getItem("key") ?? "";
 const at = (id) => document.getElementById(id);
 
@@ -68,7 +68,18 @@ function show(samples) {
     [holding, bytes(sum(samples, "holding_size_bytes", { holding })), bytes(sum(samples, "holding_limit_bytes", { holding }))]));
   fill("plans", ["Level", "Plans"], values(samples, "plans_total", "level").map((level) =>
     [`${level} %`, count(sum(samples, "plans_total", { level }))]));
+  fill("refusals", ["App", "Status", "Code", "Field", "Requests"], samples
+    .filter((each) => each.name === "requests_refused_total").sort((a, b) => b.value - a.value)
+    .map(({ labels, value }) => [labels.app || "unknown", labels.status, labels.code, labels.field, count(value)]));
 }
+
+/** Rows of the last requests, newest first. */
+export const rows = (requests) => requests.slice(0, SHOWN).map((each) => [
+  new Date(1000 * each.time_s).toLocaleTimeString(), each.app || "unknown", `${each.method} ${each.path}`,
+  each.status, `${Math.round(each.total_ms).toLocaleString("en")} ms`, each.tokens ?? "",
+  each.ttft_ms === undefined ? "" : `${Math.round(each.ttft_ms)} ms`,
+  each.code === undefined ? each.outcome : [each.code, each.param, each.reason].filter(Boolean).join(": "),
+]);
 
 async function refresh() {
   try {
@@ -76,7 +87,11 @@ async function refresh() {
     const response = await fetch("/metrics", { headers, cache: "no-store" });
     at("key-form").hidden = response.status !== 401 && response.status !== 403;
     at("state").textContent = response.ok ? "Ready" : at("key-form").hidden ? `Status ${response.status}` : "Needs a key";
-    if (response.ok) show(parse(await response.text()));
+    if (response.ok) {
+      show(parse(await response.text()));
+      const listed = await (await fetch("/requests", { headers, cache: "no-store" })).json();
+      fill("requests", ["Time", "App", "Request", "Status", "Took", "Tokens", "TTFT", "Outcome"], rows(listed.data));
+    }
   } catch {
     at("state").textContent = "Not reachable";
   }

@@ -58,8 +58,11 @@ executor.next_dispatch = choose_or_die
 LOADING = (
     """
 import time
-from jaxllm.serving.server import daemon
-daemon.open_service = lambda *_, **__: time.sleep(3600)
+from jaxllm.serving.server import opening
+def loading(options, drafts, progress):
+    progress("compile", 1, 4)
+    time.sleep(3600)
+opening.open_service = loading
 """
     + MAIN
 )
@@ -371,15 +374,18 @@ def test_an_error_after_the_engines_thread_has_begun_stops_it_before_contexts_cl
     ended = []
 
     class Opened:
-        service = SimpleNamespace(contexts=None, close=lambda: ended.append("closed"))
+        service = SimpleNamespace(contexts=None)
 
         def start(self, backend):
             backend.executor = SimpleNamespace(stop=lambda within_s: ended.append("stopped"), alive=True)
             raise ConfigError("the test says so")
 
+        def close(self):
+            ended.append("closed")
+
     async def serve():
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            await Daemon(ServerOptions(), Opened, Identity(), Notifier({})).serve([listening])
+            await Daemon(ServerOptions(), lambda _: Opened(), Identity(), Notifier({})).serve([listening])
 
     with pytest.raises(ConfigError, match="the test says so"):
         asyncio.run(serve())
@@ -402,7 +408,13 @@ def test_it_answers_and_stops_while_it_loads(tmp_path):
             transport=httpx.HTTPTransport(uds=str(path)), base_url="http://service", timeout=60
         ) as client:
             assert client.get("/health").status_code == 200
-            assert client.get("/ready").status_code == 503
+            process.until(
+                lambda: "start" in client.get("/ready").json() and client.get("/ready").json()["start"]
+            )
+            waits = client.get("/ready")
+            assert waits.status_code == 503
+            told = waits.json()["start"]
+            assert (told["stage"], told["done"], told["total"]) == ("compiling buckets", 1, 4)
             refused = client.post("/v1/completions", json=CALL)
             assert refused.status_code == 503
             assert "loading" in refused.text

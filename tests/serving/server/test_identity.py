@@ -32,6 +32,7 @@ from jaxllm.serving.server.identity import (
     read_keys,
     remove_keys,
 )
+from jaxllm.serving.server.service_options import ServerOptions
 from jaxllm.serving.server.sockets import (
     EXTENSION,
     Credentials,
@@ -141,6 +142,25 @@ def test_with_keys_a_key_is_needed(tmp_path: Path) -> None:
     with pytest.raises(ApiError) as caught:
         Identity(keys=KeyFile(path)).identify(scope(LOOPBACK, bearer(key)))
     assert str(tmp_path) not in str(caught.value)
+
+
+def test_a_key_of_ones_own_is_needed_besides_those_of_the_file(tmp_path: Path) -> None:
+    path, own = tmp_path / "keys.json", "mine-and-long"
+    identity = Identity(KeyFile(path), own_key=own)
+    assert identity.needs_key
+    other, _ = add_key(path, "mail")
+    for header in (bearer(own), (b"x-api-key", own.encode()), (b"api-key", own.encode())):
+        asked = scope(STRANGER, header)
+        assert (identity.identify(asked), is_operator(asked)) == ("local", True)
+    assert identity.identify(scope(LOOPBACK, bearer(other))) == "mail"
+    for headers in ((), (bearer(own[:-1]),), (bearer(own + "x"),), (bearer(""),)):
+        with pytest.raises(ApiError):
+            identity.identify(scope(LOOPBACK, *headers))
+    Identity(remote=True, own_key=own).require_address("0.0.0.0")
+    assert own not in repr(ServerOptions(api_key=own))
+    for key in ("short", "with space 123", "ümlaut-ümlaut", "x" * 257, "line\nbreak"):
+        with pytest.raises(ConfigError, match="8 to 256"):
+            ServerOptions(api_key=key)
 
 
 def test_addresses_to_listen_on(tmp_path: Path) -> None:
@@ -370,13 +390,37 @@ def test_our_own_page_and_named_origins_may_call() -> None:
     assert (headers["access-control-allow-origin"], body["error"]["code"]) == (PAGE, "unknown_peer")
 
 
+def test_pages_of_this_machine_may_call_where_they_are_let() -> None:
+    options = GuardOptions(localhost_pages=True)
+    for origin in ("http://localhost:5173", "http://127.0.0.1:9", "https://LOCALHOST", "http://[::1]:3000"):
+        assert call(options=options, origin=origin)[1]["access-control-allow-origin"] == origin.lower()
+    for origin in (
+        PAGE, "null", "http://localhost.evil.example", "http://127.0.0.1.evil.example", "file://",
+        "http://localhost:8080@evil.example", "http://127.0.0.2:9",
+    ):  # fmt: skip
+        refused(403, options=options, origin=origin)
+
+
 def test_preflights_need_no_key() -> None:
     status, headers, _, seen = call(
         STRANGER, options=GuardOptions(origins=(PAGE,)), method="OPTIONS", origin=PAGE,
         access_control_request_method="POST", access_control_request_private_network="true",
     )  # fmt: skip
     assert (status, seen) == (204, [])
-    assert "authorization" in headers["access-control-allow-headers"]
+    assert "access-control-allow-headers" not in headers
+    for names, allowed in (
+        ("authorization,x-stainless-os", True), ("Content-Type, anthropic-version", True), ("*", False),
+        ("a\tb", False), ("x" * 65, False), (",".join(["a"] * 65), False),
+    ):  # fmt: skip
+        _, headers, _, _ = call(
+            options=GuardOptions(origins=(PAGE,)), method="OPTIONS", origin=PAGE,
+            access_control_request_method="POST", access_control_request_headers=names,
+        )  # fmt: skip
+        assert headers.get("access-control-allow-headers") == (names if allowed else None)
+    _, headers, _, _ = call(
+        STRANGER, options=GuardOptions(origins=(PAGE,)), method="OPTIONS", origin=PAGE,
+        access_control_request_method="POST", access_control_request_private_network="true",
+    )  # fmt: skip
     assert headers["access-control-allow-private-network"] == "true"
     assert "access-control-allow-credentials" not in headers
 

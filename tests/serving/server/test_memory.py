@@ -331,10 +331,13 @@ SYSTEM = tuple(range(40))
 class Runner:
     """Copies arrays of bytes."""
 
-    lock = threading.RLock()
+    lock, ready = threading.RLock(), True
 
     def __init__(self, level=100):
         self.weights_version, self.forked = (level, 0), []
+
+    def can_fork(self, cache):
+        return self.ready
 
     def fork(self, cache, tokens):
         self.forked.append(tokens)
@@ -378,6 +381,10 @@ def test_the_longest_prefix_is_taken_and_of_equal_ones_the_keys(runner):
         sessions.keep("mail", key, chat(*prompt(first)))
     long = sessions.take("mail", "a", (*prompt(200, 5), 7), runner)
     assert long.tokens == [*prompt(200, 5)]
+    # Nothing is copied before its bucket is there.
+    runner.ready = False
+    assert sessions.take("mail", "a", prompt(400), runner).cache is None
+    runner.ready = True
     # All three have the instruction; what was copied from last stays the longest.
     assert sessions.take("mail", "a", prompt(400), runner).tokens == [*SYSTEM]
     sessions.resize(SIZE)

@@ -26,6 +26,8 @@ from starlette.applications import Starlette
 
 from jaxllm.serving.server import logs
 from jaxllm.serving.server import metrics as metrics_of
+from jaxllm.serving.server.api.errors import ApiError, api_error, error_response, openai_body
+from jaxllm.serving.server.calls import Scored
 from jaxllm.serving.server.job import Dispatch
 from jaxllm.serving.server.logs import (
     AccessLogged,
@@ -33,7 +35,8 @@ from jaxllm.serving.server.logs import (
     access_record,
     request_id_of,
 )
-from jaxllm.serving.server.metrics import _FILES, _FOLDER, POLICY, Metrics, metric_routes
+from jaxllm.serving.server.metrics import Metrics, metric_routes
+from jaxllm.serving.server.pages import FILES, FOLDER, POLICY
 from tests.serving.server.services import ENDED, FIGURES, STARTED, running
 
 
@@ -57,6 +60,8 @@ def used(snapshot=dict):
     metrics.count("calls_refused", "mail", "full")
     metrics.count("calls_failed", "mail", "ContextGone")
     metrics.count("calls_cancelled", "mail")
+    metrics.report(Scored(9), "mail")
+    metrics.add_request({"app": "mail", "status": 400, "code": "unknown_field", "param": "x"})
     return metrics
 
 
@@ -70,7 +75,7 @@ def test_a_call_from_its_first_to_its_last_event():
         ("objectives_total", app, ("met", "true")): 1,
         ("plans_total", ("level", "70"), ("source", "proposed")): 1, ("prompt_tokens_total", app): 120,
         ("kept_tokens_total", app): 96, ("reused_tokens_total", app): 64, ("answer_tokens_total", app): 21,
-        ("drafted_tokens_total", app): 10, ("ttft_seconds_sum", app): 0.2,
+        ("drafted_tokens_total", app): 10, ("scored_tokens_total", app): 9, ("ttft_seconds_sum", app): 0.2,
         ("ttft_seconds_bucket", app, ("le", "0.2")): 1, ("ttft_seconds_bucket", app, ("le", "0.1")): 0,
         ("engine_ttft_seconds_sum", app): 0.18, ("tpot_seconds_sum", app): 0.03,
         ("queue_wait_seconds_sum", app): 0.012, ("batch_rows_sum", decoding): 3,
@@ -158,12 +163,17 @@ def serving(metrics, key=b"Bearer sesame"):
 
 
 def test_operators_read_metrics_and_anyone_loads_the_page():
-    with serving(Metrics(dict)) as address, httpx.Client(base_url=address, timeout=60) as client:
-        refused = client.get("/metrics")
-        assert (refused.status_code, refused.headers["cache-control"]) == (403, "no-store")
-        assert "--operator" in refused.json()["error"]["message"]
-        assert client.get("/metrics", headers={"Authorization": "Bearer sesame"}).status_code == 200
-        for path in _FILES:
+    metrics = Metrics(dict)
+    metrics.add_request({"app": "mail"})
+    with serving(metrics) as address, httpx.Client(base_url=address, timeout=60) as client:
+        for path in ("/metrics", "/requests"):
+            refused = client.get(path)
+            assert (refused.status_code, refused.headers["cache-control"]) == (403, "no-store")
+            assert "--operator" in refused.json()["error"]["message"]
+            told = client.get(path, headers={"Authorization": "Bearer sesame"})
+            assert told.status_code == 200
+        assert [each["app"] for each in told.json()["data"]] == ["mail"]
+        for path in FILES:
             page = client.get(path)
             assert (page.status_code, page.headers["content-security-policy"]) == (200, POLICY)
 
@@ -174,11 +184,13 @@ def test_a_browser_shows_metrics_as_text(tmp_path):
     metrics = Metrics(lambda: FIGURES)
     metrics.report(STARTED, HOSTILE)
     metrics.report(ENDED, HOSTILE)
+    request = {"app": HOSTILE, "method": "POST", "path": "/v1/x", "status": 400, "total_ms": 5.0}
+    metrics.add_request({**request, "code": "odd", "param": "stop", "reason": HOSTILE})
     flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000", "--dump-dom")
     with serving(metrics, key=b"") as address:
         command = [CHROMIUM, *flags, f"--user-data-dir={tmp_path}", address]
         page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
-    for text in ("Ready", html.escape(HOSTILE, quote=False), "200 ms", "912.0 MiB"):
+    for text in ("Ready", html.escape(HOSTILE, quote=False), "200 ms", "912.0 MiB", "odd: stop:"):
         assert text in page
     assert "<img" not in page
 
@@ -246,9 +258,9 @@ def test_the_chat_shows_thoughts_in_a_fold_and_switches_them():
 
 
 def test_the_page_needs_nothing_from_elsewhere():
-    files = {path.name for path in _FOLDER.iterdir()}
-    assert files == {name for name, _ in _FILES.values()}
-    for path in _FOLDER.iterdir():
+    files = {path.name for path in FOLDER.iterdir()}
+    assert files == {name for name, _ in FILES.values()}
+    for path in FOLDER.iterdir():
         text = path.read_text(encoding="utf-8")
         addresses = set(re.findall(r"https?://[^\s\"'`<]+", text)) - {"http://www.w3.org/2000/svg"}
         assert addresses == set(), path.name
@@ -256,7 +268,7 @@ def test_the_page_needs_nothing_from_elsewhere():
         assert not re.search(
             r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|\sstyle=|\son\w+=", text
         )
-    assert (_FOLDER / "index.html").read_text(encoding="utf-8").count("<script") == 2
+    assert (FOLDER / "index.html").read_text(encoding="utf-8").count("<script") == 2
 
 
 @pytest.fixture
@@ -265,7 +277,7 @@ def records(caplog):
     return lambda: caplog.records
 
 
-def run(app, *, path="/v1/models", headers=(), **scope):
+def run(app, *, path="/v1/models", headers=(), on_request=lambda record: None, **scope):
     """The messages that an app sends to a request."""
     sent = []
 
@@ -276,7 +288,7 @@ def run(app, *, path="/v1/models", headers=(), **scope):
         return {"type": "http.disconnect"}
 
     own = {"type": "http", "method": "GET", "path": path, "headers": list(headers), **scope}
-    asyncio.run(AccessLogged(app)(own, receive, send))
+    asyncio.run(AccessLogged(app, on_request)(own, receive, send))
     return sent
 
 
@@ -329,13 +341,55 @@ def test_outcomes(records):
         assert (b"x-request-id", told.request_id.encode()) in sent[0]["headers"]
 
 
+def test_a_refusal_says_why_in_log_metrics_and_list(records):
+    """Without the values that it quotes, which may be of prompts."""
+    metrics = Metrics(dict)
+    secret = "my secret prompt"
+    errors = [
+        ApiError(f"the field 'stop' is not {secret!r}, \"{secret}\" or `{secret}`", code="odd", param="stop"),
+        ApiError("a key is missing; don't guess", status=401),
+    ]
+
+    async def refusing(scope, receive, send):
+        scope["jaxllm.app"] = "mail"
+        await error_response(api_error(errors[0]), openai_body)(scope, receive, send)
+
+    async def late(scope, receive, send):
+        await error_response(errors[1], openai_body)(scope, receive, send)
+
+    for app in (refusing, late):
+        run(lambda scope, receive, send, app=app: app(scope, receive, send), on_request=metrics.add_request)
+    first, second = records()[-2:]
+    assert (first.code, first.param, first.reason) == (
+        "odd",
+        "stop",
+        "the field 'stop' is not ..., ... or ...",
+    )
+    assert (second.code, second.reason) == ("invalid_api_key", "a key is missing; don't guess")
+    assert not hasattr(second, "param")
+    newest, oldest = metrics.requests()
+    assert (oldest["app"], oldest["status"], oldest["code"]) == ("mail", 400, "odd")
+    assert newest["time_s"] >= oldest["time_s"] > 1e9
+    assert secret not in repr(metrics.requests())
+    found = values(metrics)
+    labels = ("app", "mail"), ("code", "odd"), ("field", "stop"), ("status", "400")
+    assert found["jaxllm_requests_refused_total", *labels] == 1
+    # Clients name fields: kinds of refusals and the list are bounded.
+    for at in range(1000):
+        metrics.add_request({"app": "mail", "status": 400, "code": "unknown_field", "param": f"f{at}"})
+    found = {key for key in values(metrics) if key[0] == "jaxllm_requests_refused_total"}
+    assert len(found) <= 130
+    assert len(metrics.requests()) == 200
+
+
 def test_probes_are_told_to_who_debugs_and_what_clients_choose_in_paths_to_nobody(records, caplog):
     run(answering(200, path_params={"name": "my diary"}), path="/v1/contexts/my diary/pin")
     run(answering(404), path="/" + 999 * "x")
     assert [each.path for each in records()] == ["/v1/contexts/{name}/pin", "/" + 199 * "x"]
-    for path in ("/health", "/ready", "/metrics"):
+    for path in ("/health", "/ready", "/metrics", "/requests"):
         run(answering(200), path=path)
-    assert [each.path for each in records()[2:]] == ["/metrics"]
+    run(answering(403), path="/metrics")
+    assert [(each.path, each.status) for each in records()[2:]] == [("/metrics", 403)]
     caplog.set_level(logging.DEBUG)
     run(answering(503), path="/ready")
     assert records()[-1].status == 503

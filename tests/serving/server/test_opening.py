@@ -21,6 +21,7 @@ from jaxllm.serving.server.opening import ProfileRefinement, open_service
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService
 from jaxllm.serving.server.service_options import ServerOptions
+from jaxllm.serving.server.start import LaterBuckets, StartProgress, later_buckets
 from tests.serving.server.services import call, make_executor, together, written
 from tests.tiny import write_tiny_bundle
 
@@ -106,11 +107,18 @@ def test_a_second_start_compiles_and_measures_nothing(tmp_path, compiles, monkey
     parts = elastic_parts(Ladder(levels=(50, 100)))
     model = write_tiny_bundle(tmp_path / "tiny.jaxllm", "int8", parts=parts)
     options = ServerOptions(model=str(model), context_tokens=64, batch_rows=(2,), contexts=tmp_path / "kept")
-    first = open_service(options).service
+    opened = open_service(options)
+    first = opened.service
     assert first.profile.coarse
+    # What only some requests need is compiled later.
+    later = later_buckets(first.engine, copies=True)
+    later.start()
+    later.wait()
+    table = first.engine.runner.buckets
+    table.fill([*Scorer(first.engine.runner).embedding_buckets(), *first.engine.runner.fork_buckets()])
     built = first.engine.runner.buckets.bucket_ms
     assert built
-    first.close()
+    opened.close()
     for name in ("measure", "measure_coarsely"):
         monkeypatch.setattr(profiling, name, None)
     with compiles() as count:
@@ -122,6 +130,54 @@ def test_a_second_start_compiles_and_measures_nothing(tmp_path, compiles, monkey
             embedding = Scorer(again.engine.runner).embedding([3] * tokens)
             while embedding.step():
                 pass
+        scoring = Scorer(again.engine.runner).scoring([3] * 64)
+        while scoring.step():
+            pass
+        later = later_buckets(again.engine, copies=True)
+        later.start()
+        later.wait()
         assert count() == 0
-    assert set(again.engine.runner.buckets.bucket_ms) == set(built)
+    table = again.engine.runner.buckets
+    assert all(bucket in table for bucket in built)
     again.close()
+
+
+def test_a_start_tells_what_it_does_and_how_long_it_takes(caplog):
+    times = iter((0.0, 0.0, 10.0, 20.0, 21.0, 30.0, 40.0))
+    progress = StartProgress(lambda: next(times))
+    assert progress.text == "finding the model"
+    with caplog.at_level("INFO"):
+        for done in range(5):
+            progress("compile", done, 4)
+            if done == 1:
+                assert progress.text == "compiling buckets (25 %), about 30 s left"
+    assert progress.facts == {"stage": "compiling buckets", "done": 4, "total": 4, "left_s": 0.0}
+    # Not each part, and the end of the start says itself.
+    assert [each.getMessage().partition(": ")[2] for each in caplog.records] == [
+        "compiling buckets (0 %)", "compiling buckets (25 %), about 30 s left",
+        "compiling buckets (75 %), about 7 s left",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [None, JaxllmError("it is full")])
+def test_later_buckets_are_kept_in_groups_and_end_with_the_service(caplog, error):
+    kept, ended = [], []
+
+    def keep(group, progress):
+        kept.append(group)
+        progress("compile", 1, 1)
+        if error is not None:
+            raise error
+
+    later = LaterBuckets(keep, [[1], [2]], lambda: ended.append(True))
+    later.wait()
+    later.start()
+    later.wait()
+    assert (kept, ended) == (([[1], [2]], [True]) if error is None else ([[1]], []))
+    assert ("in advance: it is full" in caplog.text) == (error is not None)
+    stopped = LaterBuckets(keep, [[3], [4]], lambda: ended.append(False))
+    stopped._stopping.set()
+    stopped.start()
+    stopped.close()
+    assert kept[-1] == [3]
+    assert False not in ended

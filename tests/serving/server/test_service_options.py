@@ -125,7 +125,7 @@ def test_an_empty_file_has_the_defaults_and_addresses(tmp_path):
 
 
 WRONG = [
-    ("modle = 'x'", "no option 'modle'; there are model, http"), ("model = 3", "model must be text"),
+    ("modle = 'x'", "no option 'modle'; there are model, alias, http"), ("model = 3", "model must be text"),
     ("http = '1'", "HOST:PORT"), ("socket = 1", "socket must be a path"),
     ("socket_mode = 0o1000", "socket_mode"), ("memory = 'much'", "no size"),
     ("memory = -1", "memory must be a whole number"), ("drain_s = nan", "drain_s"),

@@ -1,11 +1,13 @@
 """Tests refusals, clients that leave, and that contexts are of one app alone."""
 
 import asyncio
+import re
 import socket
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+import jsonschema
 import pytest
 
 from jaxllm.errors import (
@@ -20,8 +22,10 @@ from jaxllm.errors import (
 from jaxllm.serving.elastic.objectives import EndToEnd, Latency
 from jaxllm.serving.guided.compiler import GrammarLate
 from jaxllm.serving.server.api.answers import Answer, objective_of
+from jaxllm.serving.server.api.app import _ROUTES
 from jaxllm.serving.server.api.requests import ApiState
 from jaxllm.serving.server.calls import ContextBusy, Refused
+from jaxllm.serving.server.pages import POLICY
 from tests.serving.server.api.conftest import FakeBackend, Served
 from tests.serving.server.services import until
 
@@ -97,7 +101,8 @@ def test_keys_paths_methods_sizes_and_ids(served: Served) -> None:
     refused = served.post("/v1/chat/completions", CHAT, authorization="Bearer wrong")
     assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")
     assert served.http.get("/nowhere").json()["error"]["code"] == "not_found"
-    assert served.http.get("/v1/chat/completions").status_code == 405
+    unsupported = served.http.get("/v1/chat/completions")
+    assert (unsupported.status_code, "but POST" in unsupported.text) == (405, True)
     assert served.post("/v1/chat/completions", CHAT | {"model": "gpt"}).status_code == 404
     assert served.http.post("/v1/completions", content=b"x" * (ApiState.body_bytes + 1)).status_code == 413
     parts = (b"x" * 1000 for _ in range(200))
@@ -105,6 +110,62 @@ def test_keys_paths_methods_sizes_and_ids(served: Served) -> None:
     named = served.post("/tokenize", {"content": "a"}, x_request_id="mine-1")
     assert named.headers["x-request-id"] == "mine-1"
     assert served.http.get("/health", headers={"x-request-id": "a b"}).headers["x-request-id"] != "a b"
+
+
+@pytest.mark.parametrize(
+    ("path", "hint"),
+    [
+        ("/chat/completions", "/v1/chat/completions (the base URL of OpenAI's clients ends in /v1)"),
+        ("/v1/v1/models", "/v1/models"), ("//v1/models/", "/v1/models"), ("/v1/api/chat", "/api/chat"),
+        ("/openai/v1/responses", "/v1/responses"), ("/messages", "/v1/messages"),
+        ("/v1/chat/completion", "/v1/chat/completions"), ("/v1", "/v1 is the beginning of paths; /docs"),
+        ("/nowhere" * 500, "/docs lists"), ("/%00/{name}", "/docs"),
+    ],
+)  # fmt: skip
+def test_an_unknown_path_names_the_right_one(served: Served, path: str, hint: str) -> None:
+    answer = served.http.get(path)
+    assert answer.status_code == 404
+    message = answer.json()["error"]
+    message = message if isinstance(message, str) else message["message"]
+    assert hint in message
+    assert len(message) < 300
+
+
+def test_the_document_has_every_route_with_its_fields(served: Served) -> None:
+    found = served.http.get("/openapi.json").json()
+    assert {(method.upper(), path) for path, each in found["paths"].items() for method in each} == {
+        (method, path) for method, path, _ in _ROUTES
+    }
+    ids = [each["operationId"] for methods in found["paths"].values() for each in methods.values()]
+    assert len({*ids}) == len(ids)
+    assert all(each["summary"] for methods in found["paths"].values() for each in methods.values())
+
+    def schema(path: str) -> Any:
+        content = found["paths"][path]["post"]["requestBody"]["content"]
+        return {**content["application/json"]["schema"], "components": found["components"]}
+
+    # Bodies that are read match it, and those that are refused do not.
+    for path, body, valid in (
+        ("/v1/chat/completions", CHAT, True),
+        ("/v1/completions", {"prompt": "a", "echo": True, "logprobs": 1}, True),
+        ("/v1/completions", {"prompt": "a", "logprobs": 21}, False),
+        ("/v1/completions", {"max_tokens": 3}, False),
+        ("/v1/score", {"prompt": [1, 2], "continuations": [[3]]}, True),
+        ("/api/chat", {"model": "m", "messages": HI}, True),
+    ):
+        validator = jsonschema.Draft202012Validator(schema(path))
+        assert validator.is_valid(body) == valid, (
+            path,
+            [each.message for each in validator.iter_errors(body)],
+        )
+    # Each reference leads somewhere, and the page shows all of it as text.
+    for name in re.findall(r'"#/components/schemas/([^"]+)"', served.http.get("/openapi.json").text):
+        assert name in found["components"]["schemas"]
+    page = served.http.get("/docs")
+    assert page.headers["content-security-policy"] == POLICY
+    assert page.text.count("<summary>") == len(ids)
+    assert "prompt_logprobs" in page.text
+    assert "<script" not in page.text
 
 
 def test_sizes_of_prompts_are_checked_before_their_ids(served: Served) -> None:
