@@ -244,7 +244,7 @@ def test_the_chat_shows_thoughts_in_a_fold_and_switches_them():
       const folds = made.map((fold) => fold.children.map((each) => [each.tag, each.textContent]));
       console.log(JSON.stringify({ bodies, chat, folds, seen, offered: !elements["think-label"].hidden }));
     """
-    command = ["node", "--input-type=module", "-e", script, str(_FOLDER / "chat.js")]
+    command = ["node", "--input-type=module", "-e", script, str(FOLDER / "chat.js")]
     got = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
     assert got["offered"]
     assert got["chat"] == [["user", "Why?"], ["assistant", "So!"], ["user", "And?"], ["assistant", "No"]]
