@@ -46,6 +46,8 @@ _STUCK_S = 120.0
 _CANARY_S = 10.0
 # Maximum number of tokens whose bytes are cached.
 _MOST_KNOWN = 1 << 18
+# Maximum number of tokens of a prompt that is truncated.
+_MOST_TRUNCATED = 1 << 17
 Result = TypeVar("Result")
 
 
@@ -184,9 +186,11 @@ class Backend:
             now_s = time.monotonic()
             self.limiter.ended(app, reserved, started=start is not None, tokens=tokens, now_s=now_s)
 
-    async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
-        """The token ids of a prompt."""
-        tokenizer = self._tokenizer()
+    async def tokenize(
+        self, prompt: Conversation | str, *, special: bool = True, longer: bool = False
+    ) -> Sequence[int]:
+        """The token ids of a prompt; `longer`: also of one that does not fit the window, within bounds."""
+        tokenizer = self._tokenizer(longer=longer)
         if not isinstance(prompt, str):
             return await self._encode(lambda: encoded_prompt(tokenizer, prompt)[0].ids.tolist())
         return await self._encode(
@@ -417,10 +421,11 @@ class Backend:
     async def _in_engine(self, app: str, work: Callable[[], Result]) -> Result:
         return await asyncio.wrap_future(self.require_executor().work(app, work))
 
-    def _tokenizer(self) -> Tokenizer:
-        """The tokenizer, for texts within the window."""
+    def _tokenizer(self, *, longer: bool = False) -> Tokenizer:
+        """The tokenizer, for texts within the window, or for longer ones."""
         engine = self.require_executor().service.engine
-        return engine.tokenizer.limited(engine.options.context_tokens)
+        window = engine.options.context_tokens
+        return engine.tokenizer.limited(max(window, _MOST_TRUNCATED) if longer else window)
 
 
 def _answer_format(tokenizer: Tokenizer) -> AnswerFormat:

@@ -203,6 +203,7 @@ class Daemon:
             extra_routes=metric_routes(self.backend.metrics),
         )
         self._front = app.state.api
+        self._front.strict_fields = self._options.strict_fields
         return uvicorn.Config(
             app,
             http=protocol(self._options.apps),

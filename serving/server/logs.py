@@ -47,11 +47,13 @@ class Served:
     Attributes:
       request_id: id of the request.
       calls: its accepted calls, in order.
+      ignored: names of its fields that have no effect, in order.
     """
 
     def __init__(self, request_id: str, scope: Mapping[str, Any]) -> None:
         self.request_id, self._scope = request_id, scope
         self.calls: list[Job] = []
+        self.ignored: dict[str, None] = {}
 
     @property
     def app(self) -> str:
@@ -233,6 +235,8 @@ def access_record(
         "outcome": outcome,
         "total_ms": round(total_ms, 1),
     }
+    if served.ignored:
+        fields["ignored"] = [*served.ignored]
     if not calls:
         return fields
     fields["tokens"] = sum(each.read_tokens for each in calls)
@@ -269,8 +273,9 @@ class AccessLogged:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                name = (b"x-request-id", served.request_id.encode())
-                message["headers"] = [*message.get("headers", ()), name]
+                added = {"x-request-id": served.request_id, "x-jaxllm-ignored": ", ".join(served.ignored)}
+                named = [(name.encode(), value.encode()) for name, value in added.items() if value]
+                message["headers"] = [*message.get("headers", ()), *named]
             await send(message)
 
         token = CURRENT.set(served)

@@ -8,96 +8,35 @@ from starlette.responses import Response
 
 from jaxllm.serving.server.api.answers import (
     AnswerParams,
-    SamplingFields,
     answer_of,
-    format_grammar,
     reasoning_in,
 )
 from jaxllm.serving.server.api.choices import AnswerPart, Choice
+from jaxllm.serving.server.api.dialect import convert, ignore
 from jaxllm.serving.server.api.errors import ApiError, anthropic_body
+from jaxllm.serving.server.api.fields import COUNT, MESSAGES, Choosing, CountBody, OutputConfig
+from jaxllm.serving.server.api.grammars import format_grammar
 from jaxllm.serving.server.api.messages import messages_of, text_of
 from jaxllm.serving.server.api.reasoning import Switch
-from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Neutral, convert, event_frame, new_id
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState, event_frame, new_id
 from jaxllm.serving.server.api.tool_use import ToolChoice, require_function, tools_of
 from jaxllm.serving.server.calls import Conversation
 from jaxllm.text.answer_parts import CallArguments, CallBegins, CallEnds, Part, Text, Thinking
 
-# With a value of Anthropic's own.
-_Tier = Literal["auto", "default", "flex", "priority", "standard_only"]
 
-
-class Choosing(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's `tool_choice`; `name` is the name of a tool."""
-
-    type: Literal["auto", "any", "none", "tool"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-    def __post_init__(self) -> None:
-        if (self.type == "tool") != (self.name is not None):
-            raise ValueError("tool_choice has a name if it is of the type tool, and only then")
-
-
-class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Tool(msgspec.Struct, kw_only=True):
     """A tool in Anthropic's format, other than those of its servers."""
 
     name: Any = None
     description: Any = None
     input_schema: Any = None
     type: Literal["custom"] | None = None
-    cache_control: Any = None
     strict: Any = None
-    eager_input_streaming: bool | None = None
-
-
-class Thinks(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's `thinking`."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    display: Literal["summarized"] | None = None
-
-
-class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's `output_config.format`."""
-
-    type: Literal["json_schema"]
-    schema: dict[str, Any]
-
-
-class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's `output_config`."""
-
-    effort: str | None = None
-    format: OutputFormat | None = None
-
-
-class CountBody(SamplingFields, kw_only=True):
-    """Fields of both paths."""
-
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Choosing | None = None
-    thinking: Thinks | None = None
-    output_config: OutputConfig | None = None
-    service_tier: _Tier | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-
-
-class MessagesBody(CountBody, kw_only=True):
-    """/v1/messages."""
-
-    max_tokens: int
-    stop_sequences: list[str] | None = None
-    metadata: dict[str, Any] | None = None
-
-
-NEUTRAL: Neutral = {"container": (), "mcp_servers": ([],)}
 
 
 async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Answers messages, as a whole or as events."""
-    body = state.body(request, MessagesBody, NEUTRAL)
+    body = state.body(request, MESSAGES)
     facts, adapter = state.model(body.model)
     if (
         body.thinking is not None
@@ -130,7 +69,7 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
 
 async def count_tokens(state: ApiState, request: ApiRequest) -> dict[str, int]:
     """Counts the tokens of messages."""
-    body = state.body(request, CountBody, NEUTRAL)
+    body = state.body(request, COUNT)
     state.model(body.model)
     conversation = await _Said(state, request, body).conversation()
     return {"input_tokens": len(await state.backend.tokenize(conversation))}
@@ -194,7 +133,9 @@ class _Said:
     def _messages(self, value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
         """A message in OpenAI's format; several if it has results of tools."""
         role, content = value.get("role"), value.get("content")
-        if {*value} - {"role", "content"} or role not in ("user", "assistant"):
+        for name in value.keys() - {"role", "content"}:
+            ignore(f"{at}.{name}")
+        if role not in ("user", "assistant"):
             raise ApiError(f"{at} has a role, user or assistant, and a content", param=at)
         if isinstance(content, str):
             return [{"role": role, "content": content}]

@@ -2,24 +2,31 @@
 
 import datetime
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from jaxllm.serving.server.api.answers import (
     SAMPLING,
     AnswerParams,
-    Extensions,
-    SamplingFields,
     answer_of,
-    format_grammar,
     reasoning_in,
 )
 from jaxllm.serving.server.api.choices import AnswerPart, Choice
+from jaxllm.serving.server.api.dialect import ignore
 from jaxllm.serving.server.api.errors import ApiError, ollama_body
+from jaxllm.serving.server.api.fields import (
+    GENERATE,
+    OLLAMA_CHAT,
+    Extensions,
+    OllamaBody,
+    OllamaChatBody,
+    SamplingFields,
+)
+from jaxllm.serving.server.api.grammars import format_grammar
 from jaxllm.serving.server.api.messages import messages_of
 from jaxllm.serving.server.api.reasoning import Reasoning, Switch
-from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Neutral, convert
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState
 from jaxllm.serving.server.api.tool_use import ToolUse, openai_choice, tools_of
 from jaxllm.serving.server.calls import CallPrompt
 from jaxllm.text.answer_parts import CallEnds
@@ -29,51 +36,6 @@ from jaxllm.version import __version__
 _TEMPERATURE = 0.8
 
 
-class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The supported fields of Ollama's `options`."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    num_predict: int | None = None
-    num_ctx: int | None = None
-    stop: str | list[str] | None = None
-    repetition_penalty: float | None = msgspec.field(default=None, name="repeat_penalty")
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-
-
-class OllamaBody(Extensions, kw_only=True):
-    """Fields of both paths. `keep_alive` has no effect: the model stays loaded."""
-
-    model: str
-    stream: bool = True
-    format: str | dict[str, Any] | None = None
-    options: dict[str, Any] | None = None
-    keep_alive: str | int | float | None = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
-
-
-class ChatBody(OllamaBody, kw_only=True):
-    """/api/chat."""
-
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
-    # Of clients that make Ollama's bodies of OpenAI's.
-    tool_choice: str | dict[str, Any] | None = None
-
-
-class GenerateBody(OllamaBody, kw_only=True):
-    """/api/generate."""
-
-    prompt: str
-    system: str | None = None
-    raw: bool = False
-    images: list[str] | None = None
-
-
 class ShowBody(msgspec.Struct, kw_only=True):
     """/api/show."""
 
@@ -81,15 +43,9 @@ class ShowBody(msgspec.Struct, kw_only=True):
     verbose: bool = False
 
 
-_CHAT_NEUTRAL: Neutral = {"logprobs": (False,), "top_logprobs": (0,)}
-_GENERATE_NEUTRAL: Neutral = _CHAT_NEUTRAL | {
-    "suffix": ("",), "template": ("",), "context": ([],),
-}  # fmt: skip
-
-
 async def chat(state: ApiState, request: ApiRequest) -> Any:
     """Answers a chat."""
-    body = state.body(request, ChatBody, _CHAT_NEUTRAL)
+    body = state.body(request, OLLAMA_CHAT)
     state.model(body.model, tagged=True)
     use, reasoning = tools_of(body.tools, openai_choice(body.tool_choice, None)), _reasoning(state, body)
     messages = messages_of([_message(each, f"messages[{index}]") for index, each in enumerate(body.messages)])
@@ -99,7 +55,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Any:
 
 async def generate(state: ApiState, request: ApiRequest) -> Any:
     """Answers a prompt by the chat template, or continues it unchanged (`raw`)."""
-    body = state.body(request, GenerateBody, _GENERATE_NEUTRAL)
+    body = state.body(request, GENERATE)
     facts, _ = state.model(body.model, tagged=True)
     if body.raw or not facts.has_chat_template:
         for name in ("system", "images", "think"):
@@ -157,9 +113,10 @@ async def _answer(
     reasoning: Reasoning | None = None,
 ) -> Any:
     facts, adapter = state.model(body.model, tagged=True)
-    options = convert(body.options or {}, Options, "options")
-    if options.num_ctx is not None and options.num_ctx > (window := facts.window_tokens):
-        raise ApiError(f"options.num_ctx is at most the window of {window}", param="options.num_ctx")
+    options = body.options
+    if (options.num_ctx or 0) > facts.window_tokens:
+        # Clients send it for any model. The window stays, and a prompt that exceeds it is refused.
+        ignore("options.num_ctx")
     fields = SamplingFields(
         **{name: getattr(options, name) for name in SAMPLING},
         **{name: getattr(body, name) for name in Extensions.__struct_fields__},
@@ -171,7 +128,7 @@ async def _answer(
         grammar = format_grammar("json_object" if form == "json" else form, None, "format")
     params = AnswerParams(
         adapter=adapter,
-        max_tokens=facts.window_tokens if options.num_predict == -1 else options.num_predict,
+        max_tokens=options.num_predict,
         stop=options.stop,
         temperature=_TEMPERATURE,
         use=use or ToolUse(),
@@ -179,7 +136,7 @@ async def _answer(
         grammar=grammar,
     )
     answer = await answer_of(state, request, fields, (prompt,), params)
-    is_chat = isinstance(body, ChatBody)
+    is_chat = isinstance(body, OllamaChatBody)
 
     async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
         async for choice in news:

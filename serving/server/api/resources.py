@@ -3,14 +3,15 @@
 import base64
 import dataclasses
 import struct
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from jaxllm.errors import CheckpointError
 from jaxllm.serving.elastic.objectives import Binding
-from jaxllm.serving.server.api.answers import SamplingFields, objective_of, sampling_of
+from jaxllm.serving.server.api.answers import objective_of, sampling_of
 from jaxllm.serving.server.api.errors import ApiError
+from jaxllm.serving.server.api.fields import EMBEDDING, SamplingFields
 from jaxllm.serving.server.api.messages import messages_of
 from jaxllm.serving.server.api.openai import chat, completions, prompts_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, json_response
@@ -33,15 +34,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     """Token ids."""
 
     tokens: list[int]
-
-
-class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """The supported fields of a request for embeddings."""
-
-    input: str | list[Any]
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
-    user: str | None = None
 
 
 async def models(state: ApiState, request: ApiRequest) -> Any:
@@ -109,7 +101,7 @@ async def apply_template(state: ApiState, request: ApiRequest) -> Any:
 
 async def embeddings(state: ApiState, request: ApiRequest) -> Any:
     """The mean of the last layer's hidden states over each input's tokens, normalized."""
-    body = state.body(request, EmbeddingBody, {"dimensions": ()})
+    body = state.body(request, EMBEDDING)
     facts, adapter = state.model(body.model)
     if adapter:
         raise ApiError("embeddings are of the model without adapters", param="model")

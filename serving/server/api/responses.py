@@ -6,7 +6,7 @@ import functools
 import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
@@ -16,25 +16,22 @@ from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server.api.answers import (
     Answer,
     AnswerParams,
-    Positive,
-    SamplingFields,
-    TopLogprobs,
     answer_of,
     context_of,
-    format_grammar,
     reasoning_in,
     sampling_of,
 )
 from jaxllm.serving.server.api.choices import Choice
+from jaxllm.serving.server.api.dialect import convert, ignore
 from jaxllm.serving.server.api.errors import ApiError, openai_body
+from jaxllm.serving.server.api.fields import RESPONSE, ResponseBody, TextFormat
+from jaxllm.serving.server.api.grammars import format_grammar
 from jaxllm.serving.server.api.messages import conversation_of, items_of, output_text, require_calls
 from jaxllm.serving.server.api.openai import LoggedText, chat_logprobs, requested_logprobs
 from jaxllm.serving.server.api.reasoning import Switch
 from jaxllm.serving.server.api.requests import (
     ApiRequest,
     ApiState,
-    Neutral,
-    convert,
     event_frame,
     new_id,
     now_s,
@@ -51,40 +48,6 @@ from jaxllm.text.answer_parts import CallArguments, CallBegins, CallEnds, Part, 
 
 _log = logging.getLogger(__name__)
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
-_Key = Annotated[str, msgspec.Meta(max_length=64)]
-_Value = Annotated[str, msgspec.Meta(max_length=512)]
-
-
-class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Format of the text: `text`, `json_object`, or a `json_schema` with a name and a schema."""
-
-    type: str = "text"
-    name: str | None = None
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-    description: str | None = None
-
-
-class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's `text`."""
-
-    format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
-
-
-class ReasoningFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's `reasoning`, with a budget in tokens."""
-
-    effort: str | None = None
-    summary: Literal["auto", "concise", "detailed", "none"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    max_tokens: int | None = None
-
-    @property
-    def summarized(self) -> bool:
-        """Whether the thought comes as the summary of its item, where clients show it, rather than as its
-        content. Nothing shortens it."""
-        return (self.summary or self.generate_summary or "none") != "none"
 
 
 class FunctionTool(ToolFunction, kw_only=True):
@@ -93,41 +56,8 @@ class FunctionTool(ToolFunction, kw_only=True):
     type: str
 
 
-class ResponseBody(SamplingFields, kw_only=True):
-    """The supported fields of a response."""
-
-    input: str | list[Any]
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    store: bool = True
-    max_output_tokens: Positive | None = None
-    text: TextFields = msgspec.field(default_factory=TextFields)
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    include: list[str] | None = None
-    top_logprobs: TopLogprobs | None = None
-    metadata: Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)] | None = None
-    safety_identifier: str | None = None
-    reasoning: ReasoningFields = msgspec.field(default_factory=ReasoningFields)
-    client_metadata: dict[str, Any] | None = None
-
-    @property
-    def with_logprobs(self) -> bool:
-        """Whether log-probabilities are requested."""
-        return LOGPROBS in (self.include or ())
-
-
-_NEVER = (
-    "access_programs", "background_options", "image", "max_tool_calls", "moderation", "prompt",
-    "prompt_cache_options", "prompt_cache_retention",
-)  # fmt: skip
-NEUTRAL: Neutral = dict.fromkeys(_NEVER, ()) | {
-    "background": (False,),
-    "context_management": ([],),
-    "stream_options": ({"include_obfuscation": False},),
-    "truncation": ("disabled",),
-}
+def _with_logprobs(body: ResponseBody) -> bool:
+    return LOGPROBS in (body.include or ())
 
 
 def use_of(body: ResponseBody) -> tuple[ToolUse, Grammar | None]:
@@ -144,7 +74,8 @@ def use_of(body: ResponseBody) -> tuple[ToolUse, Grammar | None]:
         )
     for each in body.include or ():
         if each not in (LOGPROBS, SEALED):
-            raise ApiError(f"include is {LOGPROBS} or {SEALED}, got {each!r:.80}", param="include")
+            # More of tools that this service does not run.
+            ignore(f"include.{each}")
     tools = []
     for index, value in enumerate(body.tools or ()):
         require_function(value, at := f"tools[{index}]")
@@ -155,7 +86,7 @@ def use_of(body: ResponseBody) -> tuple[ToolUse, Grammar | None]:
     if form.type == "json_schema" and not form.name:
         raise ApiError("text.format of the type json_schema needs a name", param="text.format.name")
     grammar = format_grammar(form.type, form.schema, "text.format")
-    if use.tools and body.with_logprobs:
+    if use.tools and _with_logprobs(body):
         # Tokens of calls are not part of the text, and cannot be told apart.
         raise ApiError(f"tools cannot be combined with {LOGPROBS}", param="include")
     return use, grammar
@@ -198,7 +129,7 @@ _MAX_LISTED, _LISTED = 100, 20
 
 async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Makes a response, as a whole or as server-sent events."""
-    body = state.body(request, ResponseBody, NEUTRAL)
+    body = state.body(request, RESPONSE)
     facts, adapter = state.model(body.model)
     use, grammar = use_of(body)
     reasoning = reasoning_in(
@@ -214,7 +145,9 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
         use=use,
         reasoning=reasoning,
         grammar=grammar,
-        top_logprobs=requested_logprobs(body.top_logprobs, body.with_logprobs, f"include to have {LOGPROBS}"),
+        top_logprobs=requested_logprobs(
+            body.top_logprobs, _with_logprobs(body), f"include to have {LOGPROBS}"
+        ),
         context=context,
         context_tokens=context_tokens,
     )
@@ -313,7 +246,7 @@ class _ResponseWriter:
     async def take(self, choice: Choice) -> list[_Fields]:
         """Adds the news of the answer; returns their events."""
         events: list[_Fields] = []
-        logprobs = chat_logprobs(await self._logged.take(choice)) if self._body.with_logprobs else []
+        logprobs = chat_logprobs(await self._logged.take(choice)) if _with_logprobs(self._body) else []
         for part in choice.new:
             events += self._written(part)
         if logprobs:

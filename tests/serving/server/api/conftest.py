@@ -32,7 +32,7 @@ class FakeTicket:
         self._backend, self.call = backend, call
         self.cancelled = asyncio.Event()
         self.answers_s: list[float] = []
-        self.progress = backend.progress
+        self.progress, self.read_tokens = backend.progress, 0
 
     def cancel(self) -> None:
         self.cancelled.set()
@@ -55,6 +55,7 @@ class FakeTicket:
             if (count := self.call.config.top_logprobs) is not None:
                 top = tuple((65 + i, -1.0 - i) for i in range(count))
                 logprobs = (TokenLogprob(65, -0.5, top),)
+            self.read_tokens += 1
             yield calls.Piece(text, (65,), logprobs, at_s=index)
             if backend.late_error is not None:
                 raise backend.late_error
@@ -113,7 +114,9 @@ class FakeBackend:
         self.tickets.append(FakeTicket(self, call))
         return self.tickets[-1]
 
-    async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
+    async def tokenize(
+        self, prompt: Conversation | str, *, special: bool = True, longer: bool = False
+    ) -> Sequence[int]:
         text = prompt if isinstance(prompt, str) else await self.render(prompt)
         return list(text.encode())
 
