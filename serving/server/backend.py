@@ -108,6 +108,8 @@ class Backend:
             answer_format=_answer_format(engine.tokenizer),
             sampling=engine.tokenizer.files.sampling if model_sampling else {},
             images=_supports_images(engine) and engine.model.images is not None,
+            infill=_infill(engine.tokenizer),
+            **_model_facts(engine),
         )
         self._token_bytes = TokenBytes(engine.tokenizer)
         self.executor, self._why = executor, ""
@@ -434,6 +436,37 @@ def _answer_format(tokenizer: Tokenizer) -> AnswerFormat:
         return tokenizer.answer_format
     except JaxllmError:
         return PLAIN_FORMAT
+
+
+# Of CodeLlama, StarCoder, Qwen, Granite, DeepSeek and Codestral: before prefix, suffix and middle.
+_INFILL = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"), ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+)  # fmt: skip
+
+
+def _infill(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The special tokens of fill-in prompts; empty for none."""
+    known = {text for text, _ in tokenizer.special_tokens}
+    return next((each for each in _INFILL if known.issuperset(each)), ())
+
+
+def _model_facts(engine: Engine[Any]) -> dict[str, Any]:
+    """What lists of models tell: of exported programs less is known."""
+    cfg, bundle = engine.cfg, getattr(engine.model, "bundle", None)
+    facts: dict[str, Any] = {"architecture": cfg.model_type}
+    if bundle is None:
+        return facts
+    # Imported here: exported programs run without JAX.
+    from jaxllm.models.parameters import parameter_count
+
+    shape = {
+        "parameters": parameter_count(cfg), "layers": cfg.layers, "heads": cfg.heads,
+        "kv_heads": cfg.kv_heads, "hidden_size": cfg.hidden_size,
+    }  # fmt: skip
+    own = {"digest": bundle.fingerprint, "size_bytes": bundle.weight_bytes, "weights": bundle.layout.weights}
+    return facts | own | {"shape": shape}
 
 
 def _supports_images(engine: Engine[Any]) -> bool:

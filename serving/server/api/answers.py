@@ -26,7 +26,7 @@ from jaxllm.serving.server.api.grammars import own_grammar
 from jaxllm.serving.server.api.reasoning import Reasoning, Switch, reasoning_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Streamed
 from jaxllm.serving.server.api.tool_use import ToolUse
-from jaxllm.serving.server.calls import Call, CallPrompt, Conversation, Event
+from jaxllm.serving.server.calls import Call, CallPrompt, Conversation, Event, ModelFacts
 from jaxllm.serving.server.limits import objective_from
 from jaxllm.text.answer_format import make_scanner
 from jaxllm.text.answer_syntax import AnswerFormat
@@ -200,7 +200,9 @@ class Answer:
         return (
             sum(each.prompt_tokens for each in started),
             sum(each.reused_tokens for each in started),
-            sum(choice.job.read_tokens for choice in self.choices),
+            sum(
+                len(choice.tokens) if choice.ended is None else choice.ended.tokens for choice in self.choices
+            ),
         )
 
     @property
@@ -266,6 +268,7 @@ class AnswerParams:
       grammar: grammar of a response format; None for none.
       top_logprobs: see `GenerationConfig`.
       context, context_tokens: see `Call`; an empty name for that of the field `conversation`.
+      prefix: token ids before the prompt, which are not rendered.
       notes: entries for the answer's `jaxllm` object.
     """
 
@@ -281,6 +284,7 @@ class AnswerParams:
     top_logprobs: int | None = None
     context: str = ""
     context_tokens: int | None = None
+    prefix: tuple[int, ...] = ()
     notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -341,7 +345,9 @@ async def answer_of(
     grammar = _grammar(state, params, schema, thinks=thinks, opened=opened)
     config = dataclasses.replace(config, grammar=grammar)
     if body.truncate_prompt_tokens is not None:
-        prompts = [await _truncated(state, each, body.truncate_prompt_tokens) for each in prompts]
+        prompts = [await truncated(state, each, body.truncate_prompt_tokens) for each in prompts]
+    if params.prefix:
+        prompts = [(*params.prefix, *await prompt_ids_of(state, each)) for each in prompts]
     adapter, scanner = state.adapter(body.adapter or params.adapter), None
     if thinks or params.use.called:
         config = dataclasses.replace(config, markers=tuple(text for text, _ in answer_format.special))
@@ -450,12 +456,32 @@ def _grammar(
     return grammar
 
 
-async def _truncated(state: ApiState, prompt: CallPrompt, most: int) -> CallPrompt:
+async def prompt_ids_of(state: ApiState, prompt: CallPrompt, *, longer: bool = False) -> Sequence[int]:
+    """The token ids of a prompt; `longer`: see `Backend.tokenize`."""
+    return prompt if isinstance(prompt, tuple) else await state.backend.tokenize(prompt, longer=longer)
+
+
+def filled_in(facts: ModelFacts, prompt: CallPrompt, suffix: str) -> CallPrompt:
+    """The prompt that asks the model for the text between a prompt and a suffix.
+
+    Raises:
+      ApiError: the model has not learned to fill in, or the prompt is no text.
+    """
+    if not suffix:
+        return prompt
+    if not facts.infill or not isinstance(prompt, str):
+        message = "the model has no tokens to fill in a text; leave suffix out, and send the prompt as a text"
+        raise ApiError(message, code="unsupported_value", param="suffix")
+    before, between, after = facts.infill
+    return f"{before}{prompt}{between}{suffix}{after}"
+
+
+async def truncated(state: ApiState, prompt: CallPrompt, most: int) -> CallPrompt:
     """The last tokens of a prompt, as vLLM's `truncate_prompt_tokens`; -1 for as many as fit the window."""
     most = state.backend.facts().window_tokens - 1 if most == -1 else most
     if isinstance(prompt, Conversation) and prompt.images:
         raise ApiError("a prompt with images is not truncated", param="truncate_prompt_tokens")
-    ids = prompt if isinstance(prompt, tuple) else await state.backend.tokenize(prompt, longer=True)
+    ids = await prompt_ids_of(state, prompt, longer=True)
     return prompt if len(ids) <= most else tuple(ids[len(ids) - most :])
 
 

@@ -108,6 +108,7 @@ class CompletionBody(SamplingFields, kw_only=True):
     logprobs: TopLogprobs | None = None
     logit_bias: LogitBias | None = None
     stream_options: StreamOptions | None = None
+    suffix: str = ""
 
 
 class TextFormat(msgspec.Struct, kw_only=True):
@@ -242,8 +243,8 @@ class OllamaBody(Extensions, kw_only=True):
     options: Options = msgspec.field(default_factory=Options)
     keep_alive: str | int | float | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
-    logprobs: Literal[False] = False
-    top_logprobs: Literal[0] | None = None
+    logprobs: bool = False
+    top_logprobs: TopLogprobs | None = None
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):
@@ -262,6 +263,33 @@ class GenerateBody(OllamaBody, kw_only=True):
     system: str | None = None
     raw: bool = False
     images: list[str] | None = None
+    suffix: str = ""
+    context: list[Natural] = msgspec.field(default_factory=list)
+
+
+class EmbedBody(msgspec.Struct, kw_only=True):
+    """Embeddings of Ollama's format; `prompt` is of the older path."""
+
+    model: str
+    input: str | list[str] = msgspec.field(default_factory=list)
+    prompt: str = ""
+    truncate: bool = True
+    strict_fields: bool | None = None
+
+
+class ShowBody(msgspec.Struct, kw_only=True):
+    """Facts of a model in Ollama's format."""
+
+    model: str
+    verbose: bool = False
+
+
+class PullBody(msgspec.Struct, kw_only=True):
+    """A model to load, in Ollama's format."""
+
+    model: str = ""
+    name: str = ""
+    stream: bool = True
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True):
@@ -314,7 +342,7 @@ _OLLAMA_SYNONYMS = _GRAMMARS | {
     "max_tokens": "options.num_predict", "max_output_tokens": "options.num_predict",
     "options.repetition_penalty": "options.repeat_penalty",
 }  # fmt: skip
-_OLLAMA_HINTS = _HINTS - {"keep_alive"} | {
+_OLLAMA_HINTS = _HINTS - {"keep_alive"} | {"shift", "truncate"} | {
     f"options.{name}"
     for name in (
         "draft_num_predict", "embedding_only", "f16_kv", "logits_all", "low_vram", "main_gpu", "mirostat_eta",
@@ -339,7 +367,7 @@ CHAT = Dialect(
 )  # fmt: skip
 COMPLETION = Dialect(
     name="completions", body=CompletionBody, synonyms=_SYNONYMS | _LENGTHS, values=_VALUES, hints=_HINTS,
-    refused=_REFUSED | {"best_of": (1,), "echo": (False,), "suffix": ("",)},
+    refused=_REFUSED | {"best_of": (1,), "echo": (False,)},
 )  # fmt: skip
 RESPONSE = Dialect(
     name="responses", body=ResponseBody, values=_VALUES,
@@ -363,11 +391,21 @@ _OLLAMA: dict[str, Any] = {
     "refused": _OLLAMA_REFUSED,
 }  # fmt: skip
 OLLAMA_CHAT = Dialect(name="Ollama's chats", body=OllamaChatBody, **_OLLAMA)
-GENERATE = Dialect(name="Ollama's completions", body=GenerateBody, **_OLLAMA)
+GENERATE = Dialect(
+    name="Ollama's completions", body=GenerateBody,
+    **_OLLAMA | {"refused": _OLLAMA_REFUSED | {"template": ("",)}},
+)  # fmt: skip
+EMBED = Dialect(
+    name="Ollama's embeddings", body=EmbedBody, refused={"dimensions": ()},
+    hints=frozenset({"keep_alive", "options"}),
+)  # fmt: skip
 EMBEDDING = Dialect(
     name="embeddings", body=EmbeddingBody, hints=frozenset({"user", "priority", "request_id"}),
     refused={"dimensions": (), "add_special_tokens": (True,)},
 )  # fmt: skip
+SHOW = Dialect(name="Ollama's facts", body=ShowBody, synonyms={"name": "model"})
+PULL = Dialect(name="Ollama's pull", body=PullBody, hints=frozenset({"insecure"}))
 DIALECTS: tuple[Dialect[Any], ...] = (
     CHAT, COMPLETION, RESPONSE, MESSAGES, COUNT, OLLAMA_CHAT, GENERATE, EMBEDDING,
+    EMBED,
 )  # fmt: skip

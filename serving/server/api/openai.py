@@ -15,6 +15,7 @@ from jaxllm.serving.server.api.answers import (
     Answer,
     AnswerParams,
     answer_of,
+    filled_in,
     reasoning_in,
 )
 from jaxllm.serving.server.api.choices import AnswerPart, Choice
@@ -339,6 +340,7 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
     )
     most = state.answers_per_request
     prompts = prompts_of(body.prompt, "prompt", window_tokens=facts.window_tokens, most=most)
+    prompts = [filled_in(facts, each, body.suffix) for each in prompts]
     answer = await answer_of(state, request, body, prompts, params)
     base = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s()}
     base |= {"model": body.model or facts.name}

@@ -202,12 +202,11 @@ class ApiState:
                 return max(self.body_bytes, self.image_body_bytes)
         return self.body_bytes
 
-    def model(self, name: str | None, *, tagged: bool = False) -> tuple[ModelFacts, str]:
-        """Resolves a request's field `model`, NAME or NAME:ADAPTER, to the model and its adapter.
+    def model(self, name: str | None) -> tuple[ModelFacts, str]:
+        """Resolves a request's field `model`, NAME, NAME:latest or NAME:ADAPTER, to the model and adapter.
 
         Args:
           name: value of the field; None or `DEFAULT_MODEL` for the served model.
-          tagged: whether to accept NAME:latest.
 
         Raises:
           ApiError: another model is served, or the adapter is unknown.
@@ -215,7 +214,7 @@ class ApiState:
         """
         facts = self.backend.facts()
         for served in (facts.name, DEFAULT_MODEL):
-            if name in (None, served) or (tagged and name == f"{served}:latest"):
+            if name in (None, served, f"{served}:latest"):
                 return facts, ""
             if name is not None and name.startswith(f"{served}:"):
                 return facts, self.adapter(name[len(served) + 1 :])

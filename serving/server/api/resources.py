@@ -3,13 +3,14 @@
 import base64
 import dataclasses
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from jaxllm.errors import CheckpointError
 from jaxllm.serving.elastic.objectives import Binding
-from jaxllm.serving.server.api.answers import objective_of, sampling_of
+from jaxllm.serving.server.api.answers import objective_of, prompt_ids_of, sampling_of, truncated
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.fields import EMBEDDING, SamplingFields
 from jaxllm.serving.server.api.messages import messages_of
@@ -103,21 +104,48 @@ async def embeddings(state: ApiState, request: ApiRequest) -> Any:
     """The mean of the last layer's hidden states over each input's tokens, normalized."""
     body = state.body(request, EMBEDDING)
     facts, adapter = state.model(body.model)
-    if adapter:
-        raise ApiError("embeddings are of the model without adapters", param="model")
-    ids, most = list[list[int]](), state.embeddings_per_request
-    for each in prompts_of(body.input, "input", window_tokens=facts.window_tokens, most=most):
-        ids.append([*(each if isinstance(each, tuple) else await state.backend.tokenize(each))])
-        if not ids[-1] or max(ids[-1]) >= facts.vocab_size:
-            raise ApiError("an input has no token, or one outside the vocabulary", param="input")
+    vectors, tokens = await embedded(
+        state, request, body.input, adapter, truncate=body.truncate_prompt_tokens
+    )
     data = []
-    for index, vector in enumerate(await state.backend.embed(request.app, ids)):
+    for index, vector in enumerate(vectors):
         coded = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
         embedding = vector if body.encoding_format == "float" else coded
         data.append({"object": "embedding", "index": index, "embedding": embedding})
-    tokens = sum(map(len, ids))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": body.model or facts.name, "usage": usage}
+
+
+async def embedded(
+    state: ApiState,
+    request: ApiRequest,
+    inputs: str | list[Any],
+    adapter: str,
+    *,
+    truncate: int | None = None,
+) -> tuple[Sequence[Sequence[float]], int]:
+    """Embeddings of texts or token ids, and the number of their tokens.
+
+    Args:
+      state: state of the front.
+      request: the request.
+      inputs: see `prompts_of`.
+      adapter: the adapter that the model's name gives; raises ApiError for one.
+      truncate: see `truncate_prompt_tokens`; None to refuse longer inputs.
+
+    Raises:
+      ApiError: there are too many inputs, or one has no token, or one outside of the vocabulary.
+    """
+    if adapter:
+        raise ApiError("embeddings are of the model without adapters", param="model")
+    facts, ids = state.backend.facts(), list[Sequence[int]]()
+    most, window = state.embeddings_per_request, facts.window_tokens
+    for each in prompts_of(inputs, "input", window_tokens=window, most=most):
+        prompt = each if truncate is None else await truncated(state, each, truncate)
+        ids.append(await prompt_ids_of(state, prompt))
+        if not ids[-1] or max(ids[-1]) >= facts.vocab_size:
+            raise ApiError("an input has no token, or one outside the vocabulary", param="input")
+    return await state.backend.embed(request.app, ids), sum(map(len, ids))
 
 
 async def _conversation(state: ApiState, request: ApiRequest, body: TokenizeBody) -> Conversation:

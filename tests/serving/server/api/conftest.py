@@ -32,7 +32,7 @@ class FakeTicket:
         self._backend, self.call = backend, call
         self.cancelled = asyncio.Event()
         self.answers_s: list[float] = []
-        self.progress, self.read_tokens = backend.progress, 0
+        self.progress = backend.progress
 
     def cancel(self) -> None:
         self.cancelled.set()
@@ -55,7 +55,6 @@ class FakeTicket:
             if (count := self.call.config.top_logprobs) is not None:
                 top = tuple((65 + i, -1.0 - i) for i in range(count))
                 logprobs = (TokenLogprob(65, -0.5, top),)
-            self.read_tokens += 1
             yield calls.Piece(text, (65,), logprobs, at_s=index)
             if backend.late_error is not None:
                 raise backend.late_error
@@ -86,6 +85,7 @@ class FakeBackend:
         self.progress: Mapping[str, int] | None = None
         self.opens_thought, self.obeys = False, True
         self.stop_string: str | None = None
+        self.infill: tuple[str, ...] = ()
         self.alive = self.ready = True
         self.tickets: list[FakeTicket] = []
         self.kept: dict[tuple[str, str], ContextFacts] = {}
@@ -103,7 +103,9 @@ class FakeBackend:
         return ModelFacts(
             name="tiny", window_tokens=128, vocab_size=300, levels=(70, 100), has_chat_template=True,
             adapters=tuple(self.named), opened_s=1.0, chat_template=self.template,
-            answer_format=answer_format(self.template), sampling=self.sampling,
+            answer_format=answer_format(self.template), sampling=self.sampling, infill=self.infill,
+            digest="d1" * 32, size_bytes=7, weights="int8", architecture="llama",
+            shape={"parameters": 6_500_000, "layers": 2, "heads": 4, "kv_heads": 2, "hidden_size": 8},
         )  # fmt: skip
 
     def submit(self, call: Call) -> FakeTicket:
