@@ -33,8 +33,10 @@ SKIPPED: dict[str, str] = json.loads((Path(__file__).parent / "suite_skips.json"
 OWN_PATHS = re.compile(
     r'"/(completion|embedding|slots|infill|rerank\w*|lora-adapters|metrics|props|(de)?tokenize)["?/]'
 )
-OWN_FLAGS = re.compile(r"server\.(api_key|model_hf_repo|server_slots|gcp_compat|pooling|captured_headers|media_path|"
-                       r"lora_files|ui_mcp_proxy|server_tools|server_host) =")  # fmt: skip
+OWN_FLAGS = re.compile(
+    r"server\.(api_key|model_hf_repo|server_slots|gcp_compat|pooling|captured_headers|media_path|lora_files|"
+    r"ui_mcp_proxy|server_tools|server_host) ="
+)
 
 
 class Service:
