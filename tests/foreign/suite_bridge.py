@@ -78,7 +78,8 @@ class Service:
 
 
 SERVICE = Service()
-WINDOW = 2048
+# A window that every model has: smaller ones are set, larger ones are the model's.
+LEAST_WINDOW = 512
 
 
 def bridge_llama(utils: types.ModuleType) -> None:
@@ -86,7 +87,8 @@ def bridge_llama(utils: types.ModuleType) -> None:
 
     def start(server: Any, timeout_seconds: int = 60) -> None:
         slots, options = server.n_slots or 1, {}
-        options["context_tokens"] = min(WINDOW, (server.n_ctx or WINDOW * slots) // slots)
+        if server.n_ctx and server.n_ctx // slots < LEAST_WINDOW:
+            options["context_tokens"] = server.n_ctx // slots
         if server.chat_template_file:
             options["chat_template"] = str(Path(server.chat_template_file).resolve())
         server.server_port = SERVICE.require(**options)
@@ -109,7 +111,7 @@ class RemoteOpenAIServer:
     DUMMY_API_KEY = "none"
 
     def __init__(self, model: str, args: Any = (), **others: Any) -> None:
-        self.port = SERVICE.require(context_tokens=WINDOW)
+        self.port = SERVICE.require()
         self.host, self.url_root = "127.0.0.1", f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> "RemoteOpenAIServer":
