@@ -273,7 +273,9 @@ class AccessLogged:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                added = {"x-request-id": served.request_id, "x-jaxllm-ignored": ", ".join(served.ignored)}
+                # By OpenAI's name and Anthropic's.
+                added = dict.fromkeys(("x-request-id", "request-id"), served.request_id)
+                added["x-jaxllm-ignored"] = ", ".join(served.ignored)
                 named = [(name.encode(), value.encode()) for name, value in added.items() if value]
                 message["headers"] = [*message.get("headers", ()), *named]
             await send(message)

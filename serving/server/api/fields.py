@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS
+from jaxllm.serving.server.api.context_edits import ContextManagement
 from jaxllm.serving.server.api.dialect import Dialect, Values
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -149,8 +150,8 @@ class ResponseBody(SamplingFields, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool = True
-    background: Literal[False] = False
-    truncation: Literal["disabled"] = "disabled"
+    background: bool = False
+    truncation: Literal["auto", "disabled"] = "disabled"
     max_output_tokens: Positive | None = None
     text: TextFields = msgspec.field(default_factory=TextFields)
     tools: list[Any] | None = None
@@ -207,6 +208,7 @@ class CountBody(SamplingFields, kw_only=True):
     tool_choice: Choosing | None = None
     thinking: Thinks | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     # With a value of Anthropic's own.
     service_tier: Literal["auto", "default", "flex", "priority", "standard_only"] | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
 

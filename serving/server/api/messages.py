@@ -197,6 +197,7 @@ class CallItem(Item, kw_only=True):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
 
 
 class ReasoningItem(Item, kw_only=True):
@@ -281,7 +282,8 @@ def conversation_of(items: Sequence[Mapping[str, Any]], instructions: str = "") 
                 said = answer("content", "tool_calls")
                 said["reasoning_content"] = said.get("reasoning_content", "") + thought
         elif item["status"] != "incomplete":
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            name = ".".join(filter(None, (item.get("namespace"), item["name"])))
+            function = {"name": name, "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             answer().setdefault("tool_calls", []).append(call)
     return messages_of(messages, "input")
@@ -332,7 +334,8 @@ def _item(value: Any, at: str, opened: Callable[[str], str | None]) -> dict[str,
                 plain["status"] = item.status
             else:
                 arguments_of(item.arguments, f"{at}.arguments")
-            return plain | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+            of = {} if item.namespace is None else {"namespace": item.namespace}
+            return plain | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments, **of}
         case OutputItem():
             output = item.output if isinstance(item.output, str) else _parts(item.output, f"{at}.output")
             return plain | {"call_id": item.call_id, "output": output}

@@ -16,6 +16,7 @@ from jaxllm.serving.server.api.answers import (
     AnswerParams,
     answer_of,
     filled_in,
+    prompt_ids_of,
     reasoning_in,
 )
 from jaxllm.serving.server.api.choices import AnswerPart, Choice
@@ -189,13 +190,16 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
         grammar=format_grammar(form.get("type"), schema.get("schema", form.get("schema")), "response_format"),
         top_logprobs=top_logprobs,
     )
-    messages = messages_of(body.messages)
+    messages, continues = messages_of(body.messages), _continues(body)
+    if continues is not False and [each["role"] for each in messages[-2:]] == ["assistant", "assistant"]:
+        message = "two messages of the assistant are last, and the answer continues one: join them"
+        raise ApiError(message, param="messages")
     prompt = await state.conversation(
-        request.app, messages, use.tools, continue_final=_continues(body), template_options=reasoning.options
+        request.app, messages, use.tools, continue_final=continues, template_options=reasoning.options
     )
     answer = await answer_of(state, request, body, (prompt,), params)
     base: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": now_s(), "model": body.model or facts.name}
-    base |= {"system_fingerprint": None}
+    base |= {"system_fingerprint": state.fingerprint}
     base |= {} if body.service_tier is None else {"service_tier": body.service_tier}
     if body.stream:
         base |= {"object": "chat.completion.chunk"} | ({"usage": None} if options.include_usage else {})
@@ -215,6 +219,15 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
         }
         choices.append(entry)
     return _whole(answer, {**base, "object": "chat.completion"}, choices)
+
+
+async def count_tokens(state: ApiState, request: ApiRequest) -> dict[str, Any]:
+    """Counts the tokens of a chat."""
+    body = state.body(request, CHAT)
+    state.model(body.model)
+    use = tools_of(body.tools, openai_choice(body.tool_choice, body.parallel_tool_calls))
+    prompt = await state.conversation(request.app, messages_of(body.messages), use.tools)
+    return {"object": "chat.completion.input_tokens", "input_tokens": len(await prompt_ids_of(state, prompt))}
 
 
 def _stream_options(body: ChatBody | CompletionBody) -> StreamOptions:
@@ -269,7 +282,7 @@ def _chat_deltas(logged: Sequence[LoggedText | None], use: ToolUse) -> _Deltas:
         index, delta = choice.index, dict[str, Any]()
         if index not in begun:
             begun.add(index)
-            delta |= {"role": "assistant", "content": ""}
+            delta |= {"role": "assistant", "content": None}
         delta |= _reasoned(choice.new_reasoning)
         if choice.new_text:
             delta["content"] = choice.new_text
@@ -343,7 +356,7 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
     prompts = [filled_in(facts, each, body.suffix) for each in prompts]
     answer = await answer_of(state, request, body, prompts, params)
     base = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s()}
-    base |= {"model": body.model or facts.name}
+    base |= {"model": body.model or facts.name, "system_fingerprint": state.fingerprint}
     logged = [LoggedText(state) for _ in answer.choices]
 
     async def entry(choice: Choice, text: str, *, whole: bool) -> dict[str, Any]:

@@ -20,12 +20,14 @@ from starlette.types import Receive, Scope, Send
 
 from jaxllm.serving.contexts.encryption import Vault
 from jaxllm.serving.images.prompt import IMAGES, split_images
+from jaxllm.serving.server.api.background import Background
 from jaxllm.serving.server.api.dialect import Body, Dialect
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.seals import Seals
 from jaxllm.serving.server.api.stored_responses import ResponseStore
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.calls import Conversation, ModelFacts, Refused
+from jaxllm.version import __version__
 
 _LARGE_BYTES = 1 << 16
 # Names the served model, so that apps need not know it.
@@ -125,6 +127,7 @@ class ApiState:
       backend: backend of the answers.
       strict_fields: whether fields that no format declares are refused.
       responses: stored responses.
+      background: responses that run without a connection.
       body_bytes: size limit of a request's body.
       image_body_bytes: the same if the model supports images, which bodies contain in base64.
       body_depth: maximum nesting of lists and objects in a body.
@@ -148,7 +151,7 @@ class ApiState:
     max_tokens, temperature = 1024, 1.0
 
     def __init__(self, backend: Backend, *, strict_fields: bool = False) -> None:
-        self.backend, self.strict_fields = backend, strict_fields
+        self.backend, self.strict_fields, self.background = backend, strict_fields, Background()
         self.store_responses()
 
     def store_responses(self, folder: Path | None = None, vault: Vault | None = None) -> None:
@@ -194,6 +197,11 @@ class ApiState:
             messages=tuple(plain), tools=tuple(tools), images=images, continue_final=continue_final,
             template_options=template_options or {},
         )  # fmt: skip
+
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: of this version and the model."""
+        return f"b{__version__}-{self.backend.facts().digest[:12] or 'unknown'}"
 
     def most_body_bytes(self) -> int:
         """Current size limit of a request's body: larger if the model supports images."""

@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import datetime
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +45,9 @@ async def models(state: ApiState, request: ApiRequest) -> Any:
         state.model(name)
         return _model(facts, name)
     names = [facts.name, *(f"{facts.name}:{adapter}" for adapter in facts.adapters)]
-    return {"object": "list", "data": [_model(facts, name) for name in names]}
+    # The last three are Anthropic's.
+    pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return {"object": "list", "data": [_model(facts, name) for name in names], **pages}
 
 
 async def props(state: ApiState, request: ApiRequest) -> Any:
@@ -157,8 +160,16 @@ async def _conversation(state: ApiState, request: ApiRequest, body: TokenizeBody
 def _model(facts: ModelFacts, name: str) -> dict[str, Any]:
     names = ("window_tokens", "vocab_size", "levels", "has_chat_template", "adapters", "images")
     own = {name: getattr(facts, name) for name in names}
-    created = int(facts.opened_s)
-    return {"id": name, "object": "model", "created": created, "owned_by": "jaxllm", "jaxllm": own}
+    window, opened_s = facts.window_tokens, int(facts.opened_s)
+    at = datetime.datetime.fromtimestamp(opened_s, datetime.UTC).isoformat().replace("+00:00", "Z")
+    return {
+        "id": name, "object": "model", "created": opened_s, "owned_by": "jaxllm",
+        # Anthropic's, vLLM's and llama.cpp's.
+        "type": "model", "display_name": name, "created_at": at, "lifecycle": "active",
+        "max_input_tokens": window, "max_tokens": window, "max_model_len": window,
+        "meta": {"n_ctx": window, "n_vocab": facts.vocab_size, "size": facts.size_bytes},
+        "jaxllm": own,
+    }  # fmt: skip
 
 
 class LoadBody(msgspec.Struct, kw_only=True):

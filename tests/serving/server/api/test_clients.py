@@ -164,7 +164,7 @@ def test_every_form_of_tool_choice(served: Served) -> None:
         (chat, tools | {"tool_choice": custom}, "tool_choice.type", "'custom'"),
         (chat, tools | {"tool_choice": called | {"name": "x"}}, "tool_choice", "'x'"),
         (chat, tools | {"tool_choice": kind | {"mode": "auto", "tools": []}}, "tool_choice", "mode"),
-        (responses, items | {"tools": [{"type": "code_interpreter"}]}, "tools[0].type", "'code_interpreter'"),
+        (responses, items | {"tools": [{"type": "computer_use"}]}, "tools[0].type", "'computer_use'"),
         (responses, items | {"tool_choice": {"type": "mcp"}}, "tool_choice.type", "'mcp'"),
         (messages, own | {"tools": [{"type": "web_search_20250305"}]}, None, "'web_search_20250305'"),
     ):  # fmt: skip

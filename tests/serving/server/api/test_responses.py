@@ -232,7 +232,7 @@ WRONG = [
     ({"max_output_tokens": 0}, "max_output_tokens"), ({"top_logprobs": 2}, "top_logprobs"),
     ({"truncation": "some"}, "truncation"), ({"reasoning": {"summary": 1}}, "reasoning.summary"),
     ({"input": [{"type": "reasoning", "summary": [{"type": "x"}]}]}, "input[0]"),
-    ({"include": LOGPROBS, "tools": [TOOL]}, "include"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),  # noqa: E501
+    ({"include": LOGPROBS, "tools": [TOOL]}, "include"), ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
