@@ -11,8 +11,8 @@ _own = ApiState.model
 
 def model(state: ApiState, name: str | None, **how: Any) -> Any:
     """Any name but those that stand for no model."""
-    known = name is not None and ("/" in name or name.startswith(("gpt", "tiny", "zephyr", "test", "llama")))
-    return _own(state, None if known else name, **how)
+    missing = any(word in (name or "").lower() for word in ("invalid", "exist", "unknown", "wrong"))
+    return _own(state, name if missing else None, **how)
 
 
 ApiState.model = model  # type: ignore[method-assign]

@@ -27,6 +27,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 MODEL = os.environ.get("JAXLLM_SUITE_MODEL", "default")
+ROOT_OF_TESTS = Path.cwd()
+# Fixtures of vLLM's tests with a server.
+SERVERS = {"client", "server", "async_client", "remote_server", "server_url"}
 # Reasons, by parts of the tests' ids.
 SKIPPED: dict[str, str] = json.loads((Path(__file__).parent / "suite_skips.json").read_text())
 # Paths and flags of llama.cpp's server alone.
@@ -89,8 +92,9 @@ def bridge_llama(utils: types.ModuleType) -> None:
         slots, options = server.n_slots or 1, {}
         if server.n_ctx and server.n_ctx // slots < LEAST_WINDOW:
             options["context_tokens"] = server.n_ctx // slots
-        if server.chat_template_file:
-            options["chat_template"] = str(Path(server.chat_template_file).resolve())
+        # Its own server has ChatML for models without a template.
+        template = server.chat_template_file and Path(server.chat_template_file).resolve()
+        options["chat_template"] = str(template or Path(__file__).with_name("chatml.jinja"))
         server.server_port = SERVICE.require(**options)
         server.ready = True
 
@@ -178,6 +182,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         source = inspect.getsource(getattr(item, "function", lambda: None))
         reason = next((why for part, why in SKIPPED.items() if part in item.nodeid), None)
+        if reason is None and "llama" not in str(ROOT_OF_TESTS) and not SERVERS & {*item.fixturenames}:
+            reason = "of vLLM's own classes"
         if reason is None and OWN_PATHS.search(source) and "/v1/" not in source:
             reason = "llama.cpp's own API"
         if reason is None and (flag := OWN_FLAGS.search(source)):

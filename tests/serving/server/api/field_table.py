@@ -1,35 +1,35 @@
 """Writes the table of fields in docs/guides/service-api.md: python -m tests.serving.server.api.field_table"""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from jaxllm.serving.server.api.dialect import fields_of
-from jaxllm.serving.server.api.fields import DIALECTS, Extensions
+from jaxllm.serving.server.api.dialect import Dialect, fields_of
+from jaxllm.serving.server.api.fields import DIALECTS
 
 PAGE = Path("docs/guides/service-api.md")
 BLOCK = re.compile(r"(?<=<!-- fields -->\n).*?(?=<!-- end of fields -->)", re.DOTALL)
 
 
 def table() -> str:
-    """The table in Markdown; what all formats share stands in its first row."""
-    common = set.intersection(*(set(each.names) for each in DIALECTS[:-1]))
+    """The table in Markdown; what all formats of answers share stands in its first row."""
+    answers = [each for each in DIALECTS if "embeddings" not in each.name]
+    common = set.intersection(*(set(each.names) for each in answers))
     lines = ["| format | done | synonyms | hints | refused, but for |", "|---|---|---|---|---|"]
-    first, own = DIALECTS[0], {*Extensions.__struct_fields__}
-    lines.append(
-        row(
-            "all but embeddings", sorted(own), {k: v for k, v in first.synonyms.items() if k in common},
-            first.hints & common, {k: v for k, v in first.refused.items() if k in common},
-        )
-    )  # fmt: skip
+
+    def add(name: str, each: Dialect[Any], wanted: Callable[[str], bool]) -> None:
+        done = filter(wanted, fields_of(each.body))
+        synonyms = {name: own for name, own in each.synonyms.items() if wanted(name)}
+        refused = {name: values for name, values in each.refused.items() if wanted(name)}
+        lines.append(row(name, done, synonyms, filter(wanted, each.hints), refused))
+
+    add("all answers", answers[0], common.__contains__)
     for each in DIALECTS:
-        done = [name for name in fields_of(each.body) if name not in own or each is DIALECTS[-1]]
-        synonyms = {k: v for k, v in each.synonyms.items() if k not in common}
-        refused = {k: v for k, v in each.refused.items() if k not in common or each is DIALECTS[-1]}
-        hints = each.hints if each is DIALECTS[-1] else each.hints - common
-        lines.append(row(each.name, done, synonyms, hints, refused))
+        if each.name != "counts":
+            add(each.name, each, lambda name, own=each in answers: not (own and name in common))
     return "\n".join(lines) + "\n"
 
 

@@ -129,8 +129,8 @@ def test_edits_of_contexts(served: Served) -> None:
         turns += [{"role": "assistant", "content": [thought, use]}, {"role": "user", "content": [result]}]
     edits = [
         {"type": "clear_thinking_20251015", "keep": {"type": "thinking_turns", "value": 1}},
-        {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 3}, "clear_tool_inputs": True,
-         "keep": {"type": "tool_uses", "value": 1}, "exclude_tools": ["keep"]},
+        {"type": "clear_tool_uses_20250919", "trigger": {"type": "tool_uses", "value": 3},
+         "clear_tool_inputs": True, "keep": {"type": "tool_uses", "value": 1}, "exclude_tools": ["keep"]},
     ]  # fmt: skip
     body = {"messages": turns, "max_tokens": 5, "context_management": {"edits": edits}}
     applied = served.post(MESSAGES, body).json()["context_management"]["applied_edits"]
