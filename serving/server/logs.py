@@ -274,8 +274,12 @@ class AccessLogged:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 # By OpenAI's name and Anthropic's.
-                added = dict.fromkeys(("x-request-id", "request-id"), served.request_id)
-                added["x-jaxllm-ignored"] = ", ".join(served.ignored)
+                own = served.request_id
+                added = {
+                    "x-request-id": own,
+                    "request-id": own,
+                    "x-jaxllm-ignored": ", ".join(served.ignored),
+                }
                 named = [(name.encode(), value.encode()) for name, value in added.items() if value]
                 message["headers"] = [*message.get("headers", ()), *named]
             await send(message)

@@ -388,14 +388,13 @@ _ANTHROPIC: dict[str, Any] = {
 }  # fmt: skip
 MESSAGES = Dialect(name="messages", body=MessagesBody, **_ANTHROPIC)
 COUNT = Dialect(name="counts", body=CountBody, **_ANTHROPIC)
-_OLLAMA: dict[str, Any] = {
-    "synonyms": _OLLAMA_SYNONYMS, "values": _OLLAMA_VALUES, "hints": _OLLAMA_HINTS,
-    "refused": _OLLAMA_REFUSED,
-}  # fmt: skip
-OLLAMA_CHAT = Dialect(name="Ollama's chats", body=OllamaChatBody, **_OLLAMA)
+OLLAMA_CHAT = Dialect(
+    name="Ollama's chats", body=OllamaChatBody, synonyms=_OLLAMA_SYNONYMS, values=_OLLAMA_VALUES,
+    hints=_OLLAMA_HINTS, refused=_OLLAMA_REFUSED,
+)  # fmt: skip
 GENERATE = Dialect(
-    name="Ollama's completions", body=GenerateBody,
-    **_OLLAMA | {"refused": _OLLAMA_REFUSED | {"template": ("",)}},
+    name="Ollama's completions", body=GenerateBody, synonyms=_OLLAMA_SYNONYMS, values=_OLLAMA_VALUES,
+    hints=_OLLAMA_HINTS, refused=_OLLAMA_REFUSED | {"template": ("",)},
 )  # fmt: skip
 EMBED = Dialect(
     name="Ollama's embeddings", body=EmbedBody, refused={"dimensions": ()},
