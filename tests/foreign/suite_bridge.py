@@ -42,6 +42,10 @@ OWN_FLAGS = re.compile(
 )
 
 
+# Their servers have ChatML for models without a template.
+DEFAULT = {"chat_template": str(Path(__file__).with_name("chatml.jinja"))}
+
+
 class Service:
     """The running service, started again where other options are wanted."""
 
@@ -64,7 +68,7 @@ class Service:
             command = [sys.executable, "-m", "tests.foreign.bridged_service", str(config)]
             environment = os.environ | {"PYTHONPATH": str(ROOT)}
             self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.DEVNULL)
-            for _ in range(1200):
+            for _ in range(6000):
                 try:
                     with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/ready", timeout=5):
                         break
@@ -92,9 +96,8 @@ def bridge_llama(utils: types.ModuleType) -> None:
         slots, options = server.n_slots or 1, {}
         if server.n_ctx and server.n_ctx // slots < LEAST_WINDOW:
             options["context_tokens"] = server.n_ctx // slots
-        # Its own server has ChatML for models without a template.
         template = server.chat_template_file and Path(server.chat_template_file).resolve()
-        options["chat_template"] = str(template or Path(__file__).with_name("chatml.jinja"))
+        options |= {"chat_template": str(template)} if template else DEFAULT
         server.server_port = SERVICE.require(**options)
         server.ready = True
 
@@ -115,7 +118,7 @@ class RemoteOpenAIServer:
     DUMMY_API_KEY = "none"
 
     def __init__(self, model: str, args: Any = (), **others: Any) -> None:
-        self.port = SERVICE.require()
+        self.port = SERVICE.require(**DEFAULT)
         self.host, self.url_root = "127.0.0.1", f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> "RemoteOpenAIServer":
@@ -175,6 +178,12 @@ if Path("utils.py").exists():
     import utils  # type: ignore[import-not-found]
 
     bridge_llama(utils)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Starts the service before the tests, whose time is limited: the first start compiles."""
+    del session
+    SERVICE.require(**DEFAULT)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
