@@ -135,7 +135,7 @@ async def show(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     able += [*["vision"] * facts.images, *["thinking"] * answer_format.thinks]
     info = {
         "general.architecture": kind, "general.basename": facts.name,
-        "general.parameter_count": shape.get("parameters"), "tokenizer.ggml.model": "",
+        "general.parameter_count": shape.get("parameters"),
         f"{kind}.context_length": facts.window_tokens, f"{kind}.vocab_size": facts.vocab_size,
         f"{kind}.embedding_length": shape.get("hidden_size"), f"{kind}.block_count": shape.get("layers"),
         f"{kind}.attention.head_count": shape.get("heads"),
