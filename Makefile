@@ -57,9 +57,11 @@ test-export: $(VENV)-export/.ready $(VENV)-export/swiftshader/libvk_swiftshader.
 	  tests/export/test_encoder_decoders.py tests/export/test_npu.py tests/export/test_w8a8.py \
 	  tests/export/test_families.py tests/export/test_accelerators.py
 
-# Chat templates of llama.cpp's collection, which the package index has; they are kept in $(VENV).
+# Chat templates of llama.cpp's collection, which the package index has, and its and vLLM's own server tests; they are
+# kept in $(VENV).
 test-foreign: $(VENV)/.dev
 	JAXLLM_TEMPLATES=$(abspath $(VENV))/templates $(BIN)/python -m pytest tests/text/test_foreign_templates.py
+	mkdir -p $(VENV)/suites && $(BIN)/python -m tests.foreign.server_suites $(abspath $(VENV))/suites
 
 # Training steps through the compilers of GPUs and TPUs, which need neither, in an environment that has them.
 test-accelerators: $(VENV)-accelerators/.ready
