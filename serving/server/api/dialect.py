@@ -64,7 +64,7 @@ class Dialect(Generic[Body]):
         Raises:
           ApiError: a field is refused, missing, given twice, or of a wrong type.
         """
-        _READING.set((self, strict))
+        _CURRENT.set((self, strict))
         return convert(self._resolved(values), self.body)
 
     def _resolved(self, values: Mapping[str, Any], at: str = "") -> dict[str, Any]:
@@ -118,8 +118,8 @@ class Dialect(Generic[Body]):
 
 
 # The format of the body that is read, and whether its fields are strict.
-_READING: contextvars.ContextVar[tuple[Dialect[Any] | None, bool]] = contextvars.ContextVar(
-    "reading", default=(None, False)
+_CURRENT: contextvars.ContextVar[tuple[Dialect[Any] | None, bool]] = contextvars.ContextVar(
+    "dialect", default=(None, False)
 )
 
 
@@ -129,7 +129,7 @@ def ignore(path: str) -> None:
     Raises:
       ApiError: fields are strict, and the format does not declare it.
     """
-    dialect, strict = _READING.get()
+    dialect, strict = _CURRENT.get()
     if strict and (dialect is None or _INDEX.sub("", path) not in dialect.hints):
         message = f"the field {path!r:.80} is not known; the guide lists the fields that are"
         raise ApiError(message, code="unknown_field", param=path[:80])

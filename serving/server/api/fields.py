@@ -1,6 +1,6 @@
 """Declares each field of each format: bodies have the fields that are done, dialects the synonyms, hints and
-refused fields of the clients and servers that speak a format. Parsers, tests and the documentation's table
-(`python -m tests.serving.server.api.field_table`) come from here.
+refused fields of the clients and servers that speak a format. Parsers and tests come from here, and what
+docs/guides/service-api.md lists (`python -m tests.serving.server.api.field_docs`).
 """
 
 from typing import Annotated, Any, Literal

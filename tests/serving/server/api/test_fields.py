@@ -9,7 +9,7 @@ import pytest
 from jaxllm.serving.server.api.dialect import Dialect
 from jaxllm.serving.server.api.fields import DIALECTS
 from tests.serving.server.api.conftest import Served
-from tests.serving.server.api.field_table import BLOCK, PAGE, table
+from tests.serving.server.api.field_docs import BLOCK, PAGE, table
 
 HI = [{"role": "user", "content": "Hi"}]
 IGNORED = "x-jaxllm-ignored"
@@ -143,4 +143,4 @@ def test_what_other_servers_fields_do(served: Served) -> None:
 
 def test_the_documentation_has_the_table() -> None:
     (block,) = BLOCK.findall(PAGE.read_text(encoding="utf-8"))
-    assert block == table(), "python -m tests.serving.server.api.field_table writes it"
+    assert block == table(), "python -m tests.serving.server.api.field_docs writes it"

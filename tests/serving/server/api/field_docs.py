@@ -1,4 +1,4 @@
-"""Writes the table of fields in docs/guides/service-api.md: python -m tests.serving.server.api.field_table"""
+"""Writes the table of fields in docs/guides/service-api.md: python -m tests.serving.server.api.field_docs"""
 
 import re
 from collections.abc import Callable, Iterable
