@@ -15,5 +15,7 @@ def model(state: ApiState, name: str | None, **how: Any) -> Any:
     return _own(state, name if missing else None, **how)
 
 
-ApiState.model = model  # type: ignore[method-assign]
-main(["serve", "--config", sys.argv[1]])
+# Child processes of the service import this module, too.
+if __name__ == "__main__":
+    ApiState.model = model  # type: ignore[method-assign]
+    main(["serve", "--config", sys.argv[1]])
