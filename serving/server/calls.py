@@ -44,6 +44,13 @@ class ModelFacts:
       images: whether conversations may have images.
       sampling: sampling options recommended by the model's authors (see `TokenizerFiles`), the defaults of
         calls without their own; empty for none, or if the service ignores them.
+      digest: SHA-256 of the model in hex; empty if unknown.
+      size_bytes: bytes of its weights.
+      weights: width of its weight matrices, such as "int8".
+      architecture: name of its architecture, as in Hugging Face's `model_type`.
+      shape: numbers of its parameters, layers, heads and key-value heads, and the size of its hidden states.
+      infill: the special tokens before a prefix, a suffix and the text between them; empty if the model has
+        not learned to fill in.
     """
 
     name: str
@@ -57,6 +64,12 @@ class ModelFacts:
     answer_format: AnswerFormat = PLAIN_FORMAT
     images: bool = False
     sampling: Mapping[str, float] = dataclasses.field(default_factory=dict, hash=False)
+    digest: str = ""
+    size_bytes: int = 0
+    weights: str = ""
+    architecture: str = ""
+    shape: Mapping[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    infill: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -235,6 +235,7 @@ class Daemon:
             on_request=self.backend.metrics.add_request,
         )
         self._front = app.state.api
+        self._front.strict_fields = self._options.strict_fields
         return uvicorn.Config(
             app,
             http=protocol(self._options.apps),

@@ -55,12 +55,14 @@ class Served:
       request_id: id of the request.
       calls: its accepted calls, in order.
       errors: errors that it was answered with, in order.
+      ignored: names of its fields that have no effect, in order.
     """
 
     def __init__(self, request_id: str, scope: Mapping[str, Any]) -> None:
         self.request_id, self._scope = request_id, scope
         self.calls: list[Job] = []
         self.errors: list[ApiError] = []
+        self.ignored: dict[str, None] = {}
 
     @property
     def app(self) -> str:
@@ -250,6 +252,8 @@ def access_record(
         refusal = served.errors[0]
         fields |= {"code": code_of(refusal), "reason": _reason(refusal)}
         fields |= {"param": refusal.param} if refusal.param else {}
+    if served.ignored:
+        fields["ignored"] = [*served.ignored]
     if not calls:
         return fields
     fields["tokens"] = sum(each.read_tokens for each in calls)
@@ -301,8 +305,15 @@ class AccessLogged:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                name = (b"x-request-id", served.request_id.encode())
-                message["headers"] = [*message.get("headers", ()), name]
+                # By OpenAI's name and Anthropic's.
+                own = served.request_id
+                added = {
+                    "x-request-id": own,
+                    "request-id": own,
+                    "x-jaxllm-ignored": ", ".join(served.ignored),
+                }
+                named = [(name.encode(), value.encode()) for name, value in added.items() if value]
+                message["headers"] = [*message.get("headers", ()), *named]
             await send(message)
 
         token, reported = CURRENT.set(served), REPORTED.set(served.errors)

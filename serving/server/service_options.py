@@ -67,6 +67,7 @@ class ServerOptions:
       prefix_memory: memory limit of the caches of ended answers, which continue a conversation that is sent
         again; 0 for no such caches.
       model_sampling: whether calls without sampling options default to the model's recommended sampling.
+      strict_fields: whether fields of bodies that no format declares are refused, rather than ignored.
       chat_template: file of a chat template that replaces the model's; None for the model's.
       draft: drafter as in `jaxllm generate --draft`; empty for its default.
       batch_rows: batch sizes of batched decoding, which requires native kernels; empty for no batching.
@@ -112,6 +113,7 @@ class ServerOptions:
     memory: int = option(0, low=0)
     prefix_memory: int = option(PREFIX_BYTES, low=0)
     model_sampling: bool = True
+    strict_fields: bool = False
     chat_template: Path | None = None
     draft: str = ""
     contexts: Path | None = None

@@ -18,10 +18,11 @@ from tests.serving.server.api.scripted import TEMPLATE, Told, patched
 from tests.serving.server.services import running
 
 THOUGHT = "They ask for the weather."
-# The tools that tell the weather, with their arguments: the last two are of agents, which run commands.
+# The tools that tell the weather, with their arguments: the last three are of agents, which run commands.
 TOOLS = {
     "weather": {"city": "Paris"}, "bash": {"command": "echo 21 degrees", "description": "Tells it."},
     "exec_command": {"cmd": "echo 21 degrees"},
+    "Bash": {"command": "echo 21 degrees", "description": "Tells it."},
 }  # fmt: skip
 TEXT, HELLO = "It is 21 degrees in Paris.", "Hello there."
 
@@ -62,7 +63,9 @@ def said(call: Call) -> Sequence[str]:
     asks = [name for name in tools if name in TOOLS]
     if asks and not knows:
         return pieces(f"{thought}{called(asks[0], TOOLS[asks[0]])}")
-    others = [] if {*asks} & {"bash", "exec_command"} else [name for name in tools if name not in asks]
+    others = (
+        [] if {*asks} & {"Bash", "bash", "exec_command"} else [name for name in tools if name not in asks]
+    )
     if others:
         # A typed answer by a tool of its own.
         return pieces(f"{thought}{called(others[0], example(tools[others[0]], tools[others[0]]))}")

@@ -6,14 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-# `namespace` and `web_search` are tools that only OpenAI's service runs.
 CONFIG = f"""
 model = "default"
 model_provider = "own"
 model_reasoning_effort = "high"
-web_search = "disabled"
-[features]
-multi_agent = false
 [model_providers.own]
 name = "own"
 base_url = "{sys.argv[1]}/v1"

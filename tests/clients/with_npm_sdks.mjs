@@ -70,3 +70,29 @@ const told = [
 ];
 assert.equal((await ollama.chat({ ...local, messages: told })).message.content, TEXT);
 assert.equal((await ollama.chat({ ...local, messages: told, format: schema })).message.content, '{"degrees": 21}');
+
+// All other methods of the package.
+{
+  const options = { num_gpu: 1, num_ctx: 1 << 20 };
+  const first = await ollama.generate({ model: "default", prompt: "Hi", options });
+  assert.deepEqual([first.response, first.context.length > 0], ["Hello there.", true]);
+  const next = await ollama.generate({ model: "default", prompt: "And?", context: first.context, keep_alive: "5m" });
+  assert.deepEqual(next.context.slice(0, first.context.length), first.context);
+  assert.equal((await ollama.generate({ model: "default", prompt: "", keep_alive: 0 })).done_reason, "unload");
+  assert.equal((await ollama.chat({ model: "default", messages: [] })).done_reason, "load");
+  assert.equal((await ollama.embed({ model: "default", input: ["a", "b"] })).embeddings.length, 2);
+  assert.equal((await ollama.embeddings({ model: "default", prompt: "a" })).embedding.length, 2);
+  const [[listed], [running]] = [(await ollama.list()).models, (await ollama.ps()).models];
+  assert.deepEqual([running.name, running.digest], [listed.name, listed.digest]);
+  assert.ok((await ollama.show({ model: "default" })).capabilities.includes("tools"));
+  assert.equal((await ollama.pull({ model: "default" })).status, "success");
+  for await (const part of await ollama.pull({ model: "default", stream: true })) assert.ok(part.status);
+  assert.ok((await ollama.version()).version);
+  for (const refused of [
+    () => ollama.pull({ model: "llama3.2" }), () => ollama.push({ model: "default" }),
+    () => ollama.create({ model: "x", from: "default" }), () => ollama.delete({ model: "default" }),
+    () => ollama.copy({ source: "default", destination: "x" }),
+  ]) {
+    await assert.rejects(refused, /one model/);
+  }
+}

@@ -5,23 +5,15 @@ They come from the source distribution of llama-cpp-python, of which nothing els
 `JAXLLM_TEMPLATES` names.
 """
 
-import hashlib
-import html
-import io
 import os
 import re
-import tarfile
-import urllib.request
 from pathlib import Path
-from urllib.parse import urljoin
 
 from jaxllm.text.answer_syntax import AnswerFormat
 from tests.docs.page_table import PageTable
+from tests.foreign.sources import LLAMA, fetch
 from tests.text.answer_templates import template_of
 
-_NAME = "llama_cpp_python-0.3.36.tar.gz"
-_SHA256 = "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e"
-_INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
 _MEMBER = re.compile(r"[^/]+/vendor/llama\.cpp/models/templates/([\w.-]+\.jinja)")
 TABLE = PageTable(Path("docs/guides/service-api.md"), "answer formats")
 
@@ -32,25 +24,9 @@ def collection() -> list[Path]:
     if not folder:
         return []
     if not (found := sorted(Path(folder).glob("*.jinja"))):
-        _fetch(Path(folder))
+        fetch(LLAMA, Path(folder), lambda name: (match := _MEMBER.fullmatch(name)) and match[1])
         found = sorted(Path(folder).glob("*.jinja"))
     return found
-
-
-def _fetch(folder: Path) -> None:
-    page = f"{_INDEX.rstrip('/')}/llama-cpp-python/"
-    with urllib.request.urlopen(page, timeout=60) as reply:
-        links = re.findall(r'href="([^"]+)"', reply.read().decode())
-    link = next(each for each in links if f"/{_NAME}" in each)
-    with urllib.request.urlopen(urljoin(page, html.unescape(link)), timeout=300) as reply:
-        data = reply.read()
-    assert hashlib.sha256(data).hexdigest() == _SHA256, "the index has another file"
-    folder.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
-        for member in archive:
-            match, file = _MEMBER.fullmatch(member.name), None
-            if match and member.isfile() and (file := archive.extractfile(member)):
-                (folder / match[1]).write_bytes(file.read())
 
 
 def table() -> str:

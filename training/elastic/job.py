@@ -292,7 +292,7 @@ def level_job(
     job, share = lora_job(cfg, frozen, recipe), recipe.teacher_share if adapters else 0.0
     dtype, scaling = jnp.dtype(recipe.computed_in), recipe.lora.scaling
 
-    def at_counts(adapter: Params, frozen: Params) -> tuple[Params, Params]:
+    def at_counts(adapter: Any, frozen: Params) -> tuple[Any, Any]:
         counts = {name: each for name, each in frozen.items() if name.endswith(PARAMETER)}
         return used_experts(adapter, counts), used_experts(frozen, counts)
 

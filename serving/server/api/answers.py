@@ -8,24 +8,25 @@ import json
 import math
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 
 from jaxllm.errors import ConfigError
-from jaxllm.sampling_state import Sampling
+from jaxllm.sampling_state import MAX_LOGIT_BIASES, Sampling
 from jaxllm.serving.elastic.objectives import Objective
-from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.guided.calls import answer_grammar
 from jaxllm.serving.guided.grammar import Grammar, Thought
 from jaxllm.serving.guided.validation import unmet
 from jaxllm.serving.server.api.choices import Choice, MakeScanner
 from jaxllm.serving.server.api.errors import ApiError, api_error
+from jaxllm.serving.server.api.fields import Extensions, LogitBias, SamplingFields
+from jaxllm.serving.server.api.grammars import own_grammar
 from jaxllm.serving.server.api.reasoning import Reasoning, Switch, reasoning_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Streamed
 from jaxllm.serving.server.api.tool_use import ToolUse
-from jaxllm.serving.server.calls import Call, CallPrompt, Conversation
+from jaxllm.serving.server.calls import Call, CallPrompt, Conversation, ModelFacts
 from jaxllm.serving.server.limits import objective_from
 from jaxllm.text.answer_format import make_scanner
 from jaxllm.text.answer_syntax import AnswerFormat
@@ -198,13 +199,15 @@ class Answer:
             await frames.aclose()
 
     def usage(self) -> tuple[int, int, int]:
-        """Number of tokens of the prompts, cached tokens of these, and tokens of the answers."""
+        """Number of tokens of the prompts, cached tokens of these, and tokens of the answers so far."""
         first = self.choices[:: max(1, len(self.choices) // self._prompts)]
         started = [choice.started for choice in first if choice.started is not None]
         return (
             sum(each.prompt_tokens for each in started),
             sum(each.reused_tokens for each in started),
-            sum(choice.ended.tokens for choice in self.choices if choice.ended is not None),
+            sum(
+                len(choice.tokens) if choice.ended is None else choice.ended.tokens for choice in self.choices
+            ),
         )
 
     @property
@@ -252,54 +255,6 @@ SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
     "seed",
 )  # fmt: skip
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-TopLogprobs = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
-
-
-class Extensions(msgspec.Struct, kw_only=True):
-    """Our extensions, and those of other servers, accepted in every format."""
-
-    slo: str | dict[str, Any] | None = None
-    slo_first_token: Literal["answer", "reasoning"] | None = None
-    strict: bool | None = None
-    shorten: bool | None = None
-    conversation: str | dict[str, Any] | None = None
-    adapter: str | None = None
-    grammar: dict[str, Any] | None = None
-    prompt_cache_key: Annotated[str, msgspec.Meta(max_length=256)] | None = None
-    task: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    enable_thinking: bool | None = None
-    thinking_budget: int | None = None
-    return_progress: bool | None = None
-
-
-class SamplingFields(Extensions, kw_only=True):
-    """Sampling fields of OpenAI's formats, and our extensions."""
-
-    model: str | None = None
-    stream: bool = False
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    seed: int | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    user: str | None = None
-
-
-class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's `stream_options`."""
-
-    include_usage: bool = False
-    include_obfuscation: bool = False
-
-    def __post_init__(self) -> None:
-        if self.include_obfuscation:
-            raise ValueError("include_obfuscation is not supported")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -311,13 +266,14 @@ class AnswerParams:
       n: number of answers to each prompt; an answer's seed is the request's plus its index among them.
       max_tokens: maximum number of tokens; None for the front's.
       stop: strings that end an answer.
-      logit_bias: biases by token id.
+      logit_bias: biases by token id, or as pairs with a token id or a text.
       temperature: default temperature; None for the front's.
       use: effect of the tools.
       reasoning: what is said about the model's reasoning.
       grammar: grammar of a response format; None for none.
       top_logprobs: see `GenerationConfig`.
       context, context_tokens: see `Call`; an empty name for that of the field `conversation`.
+      prefix: token ids before the prompt, which are not rendered.
       notes: entries for the answer's `jaxllm` object.
     """
 
@@ -325,7 +281,7 @@ class AnswerParams:
     n: int = 1
     max_tokens: int | None = None
     stop: str | Sequence[str] | None = None
-    logit_bias: Mapping[str, float] | None = None
+    logit_bias: LogitBias | None = None
     temperature: float | None = None
     use: ToolUse = dataclasses.field(default_factory=ToolUse)
     reasoning: Reasoning = dataclasses.field(default_factory=Reasoning)
@@ -333,6 +289,7 @@ class AnswerParams:
     top_logprobs: int | None = None
     context: str = ""
     context_tokens: int | None = None
+    prefix: tuple[int, ...] = ()
     notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -389,7 +346,13 @@ async def answer_of(
     # Whether the prompt ends within a thought: the model then writes only the rest of it.
     opened = thinks and await _opens_thought(state, prompts[0], answer_format, in_context=bool(context))
     schema = _schema(body, params)
-    config = _config(state, body, params, _grammar(state, params, schema, thinks=thinks, opened=opened))
+    config = _config(state, body, params, await _biases(state, params.logit_bias))
+    grammar = _grammar(state, params, schema, thinks=thinks, opened=opened)
+    config = dataclasses.replace(config, grammar=grammar)
+    if body.truncate_prompt_tokens is not None:
+        prompts = [await truncated(state, each, body.truncate_prompt_tokens) for each in prompts]
+    if params.prefix:
+        prompts = [(*params.prefix, *await prompt_ids_of(state, each)) for each in prompts]
     adapter, scanner = state.adapter(body.adapter or params.adapter), None
     if thinks or params.use.called:
         config = dataclasses.replace(config, markers=tuple(text for text, _ in answer_format.special))
@@ -430,7 +393,7 @@ def _schema(body: SamplingFields, params: AnswerParams) -> Grammar | None:
     """The grammar of the answer's text: of the response format, or the extension."""
     if body.grammar and params.grammar:
         raise ApiError("grammar cannot be combined with a response format", param="grammar")
-    return params.grammar or _own_grammar(body.grammar)
+    return params.grammar or own_grammar(body.grammar)
 
 
 def _check_of(
@@ -498,33 +461,81 @@ def _grammar(
     return grammar
 
 
-def _config(
-    state: ApiState, body: SamplingFields, params: AnswerParams, grammar: Grammar | None
-) -> GenerationConfig:
-    """Length, stops, sampling and grammar of a request's answers."""
-    biases = params.logit_bias or {}
-    for token in biases:
-        if not (token.isascii() and token.isdecimal() and len(token) <= 10):
+async def prompt_ids_of(state: ApiState, prompt: CallPrompt, *, longer: bool = False) -> Sequence[int]:
+    """The token ids of a prompt; `longer`: see `Backend.tokenize`."""
+    return prompt if isinstance(prompt, tuple) else await state.backend.tokenize(prompt, longer=longer)
+
+
+def filled_in(facts: ModelFacts, prompt: CallPrompt, suffix: str) -> CallPrompt:
+    """The prompt that asks the model for the text between a prompt and a suffix.
+
+    Raises:
+      ApiError: the model has not learned to fill in, or the prompt is no text.
+    """
+    if not suffix:
+        return prompt
+    if not facts.infill or not isinstance(prompt, str):
+        message = "the model has no tokens to fill in a text; leave suffix out, and send the prompt as a text"
+        raise ApiError(message, code="unsupported_value", param="suffix")
+    before, between, after = facts.infill
+    return f"{before}{prompt}{between}{suffix}{after}"
+
+
+async def truncated(state: ApiState, prompt: CallPrompt, most: int) -> CallPrompt:
+    """The last tokens of a prompt, as vLLM's `truncate_prompt_tokens`; -1 for as many as fit the window."""
+    most = state.backend.facts().window_tokens - 1 if most == -1 else most
+    if isinstance(prompt, Conversation) and prompt.images:
+        raise ApiError("a prompt with images is not truncated", param="truncate_prompt_tokens")
+    ids = await prompt_ids_of(state, prompt, longer=True)
+    return prompt if len(ids) <= most else tuple(ids[len(ids) - most :])
+
+
+async def _biases(state: ApiState, given: LogitBias | None) -> tuple[tuple[int, float], ...]:
+    """Biases by token: of a map, or of llama.cpp's pairs, in which false forbids a token, and a text stands
+    for each of its tokens."""
+    pairs = [*given.items()] if isinstance(given, dict) else given or []
+    if len(pairs) > MAX_LOGIT_BIASES:
+        raise ApiError(f"logit_bias has at most {MAX_LOGIT_BIASES} entries", param="logit_bias")
+    found: dict[int, float] = {}
+    for token, value in pairs:
+        number = -math.inf if value is False else float(value)
+        if value is True or math.isnan(number):
+            raise ApiError("logit_bias must have numbers as values", param="logit_bias")
+        if isinstance(token, int):
+            found[token] = number
+        elif token.isascii() and token.isdecimal() and len(token) <= 10:
+            found[int(token)] = number
+        elif isinstance(given, dict):
             raise ApiError(f"logit_bias must have token ids as keys, got {token!r:.40}", param="logit_bias")
-    if any(math.isnan(value) for value in biases.values()):
-        raise ApiError("logit_bias must have numbers as values", param="logit_bias")
+        else:
+            ids = await state.backend.tokenize(token, special=False)
+            found |= dict.fromkeys(ids, number)
+    return tuple(found.items())
+
+
+def _config(
+    state: ApiState, body: SamplingFields, params: AnswerParams, biases: tuple[tuple[int, float], ...]
+) -> GenerationConfig:
+    """Length, stops and sampling of a request's answers."""
     stops = (params.stop,) if isinstance(params.stop, str) else tuple(params.stop or ())
     if len(stops) > _MAX_STOPS or not all(0 < len(each) <= _MAX_STOP_CHARACTERS for each in stops):
         message = f"stop must have at most {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARACTERS} characters"
         raise ApiError(message, param="stop")
+    # No answer is longer than the window: this only bounds the value.
+    most = min(
+        state.max_tokens if params.max_tokens is None else params.max_tokens,
+        state.backend.facts().window_tokens,
+    )
+    if 0 < body.min_tokens < most:
+        message = f"min_tokens is 0, or max_tokens ({most}), which ignores the end as ignore_eos does"
+        raise ApiError(message, code="unsupported_value", param="min_tokens")
     return GenerationConfig(
-        # No answer is longer than the window: this only bounds the value.
-        max_tokens=min(
-            state.max_tokens if params.max_tokens is None else params.max_tokens,
-            state.backend.facts().window_tokens,
-        ),
+        max_tokens=most,
         stop=stops,
-        sampling=Sampling(
-            logit_bias=tuple((int(token), float(value)) for token, value in biases.items()),
-            **sampling_of(state, body, params.temperature),
-        ),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=body.ignore_eos or body.min_tokens >= most,
+        sampling=Sampling(logit_bias=biases, **sampling_of(state, body, params.temperature)),
         task=body.task or "",
-        grammar=grammar,
         top_logprobs=params.top_logprobs,
     )
 
@@ -569,24 +580,3 @@ def context_of(conversation: str | Mapping[str, Any] | None) -> str:
     if conversation is not None and (not isinstance(name, str) or not 0 < len(name) <= 256):
         raise ApiError("conversation is the name of a context", param="conversation")
     return name or ""
-
-
-def format_grammar(kind: Any, schema: Any, param: str) -> Grammar | None:
-    """The grammar of a response format: text, json_object or json_schema; raises ApiError."""
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return Grammar(kind="json")
-    if kind == "json_schema" and isinstance(schema, dict | bool):
-        return Grammar(kind="json_schema", text=json.dumps(schema))
-    raise ApiError(f"{param} has the type text, json_object, or json_schema with a schema", param=param)
-
-
-def _own_grammar(grammar: Mapping[str, Any] | None) -> Grammar | None:
-    """The extension `grammar`."""
-    if grammar is None:
-        return None
-    (kind, text), *more = grammar.items() or [("", None)]
-    if more or kind not in ("regex", "lark") or not isinstance(text, str) or not text:
-        raise ApiError('grammar is {"regex": TEXT} or {"lark": TEXT}', param="grammar")
-    return Grammar(kind="regex" if kind == "regex" else "lark", text=text)

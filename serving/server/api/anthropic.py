@@ -8,97 +8,37 @@ from starlette.responses import Response
 
 from jaxllm.serving.server.api.answers import (
     AnswerParams,
-    SamplingFields,
     answer_of,
-    format_grammar,
     reasoning_in,
 )
 from jaxllm.serving.server.api.choices import AnswerPart, Choice
+from jaxllm.serving.server.api.context_edits import edited
+from jaxllm.serving.server.api.dialect import convert, ignore
 from jaxllm.serving.server.api.errors import ApiError, anthropic_body
+from jaxllm.serving.server.api.fields import COUNT, MESSAGES, Choosing, CountBody, OutputConfig
+from jaxllm.serving.server.api.grammars import format_grammar
 from jaxllm.serving.server.api.messages import messages_of, text_of
 from jaxllm.serving.server.api.reasoning import Switch
-from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Neutral, convert, event_frame, new_id
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState, event_frame, new_id
 from jaxllm.serving.server.api.tool_use import ToolChoice, require_function, tools_of
 from jaxllm.serving.server.calls import Conversation
 from jaxllm.text.answer_parts import CallArguments, CallBegins, CallEnds, Part, Text, Thinking
 
-# With a value of Anthropic's own.
-_Tier = Literal["auto", "default", "flex", "priority", "standard_only"]
 
-
-class Choosing(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's `tool_choice`; `name` is the name of a tool."""
-
-    type: Literal["auto", "any", "none", "tool"]
-    name: str | None = None
-    disable_parallel_tool_use: bool | None = None
-
-    def __post_init__(self) -> None:
-        if (self.type == "tool") != (self.name is not None):
-            raise ValueError("tool_choice has a name if it is of the type tool, and only then")
-
-
-class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Tool(msgspec.Struct, kw_only=True):
     """A tool in Anthropic's format, other than those of its servers."""
 
     name: Any = None
     description: Any = None
     input_schema: Any = None
     type: Literal["custom"] | None = None
-    cache_control: Any = None
     strict: Any = None
-    eager_input_streaming: bool | None = None
-
-
-class Thinks(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's `thinking`."""
-
-    type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
-    display: Literal["summarized"] | None = None
-
-
-class OutputFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's `output_config.format`."""
-
-    type: Literal["json_schema"]
-    schema: dict[str, Any]
-
-
-class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Anthropic's `output_config`."""
-
-    effort: str | None = None
-    format: OutputFormat | None = None
-
-
-class CountBody(SamplingFields, kw_only=True):
-    """Fields of both paths."""
-
-    messages: list[dict[str, Any]]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Choosing | None = None
-    thinking: Thinks | None = None
-    output_config: OutputConfig | None = None
-    service_tier: _Tier | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
-
-
-class MessagesBody(CountBody, kw_only=True):
-    """/v1/messages."""
-
-    max_tokens: int
-    stop_sequences: list[str] | None = None
-    metadata: dict[str, Any] | None = None
-
-
-NEUTRAL: Neutral = {"container": (), "mcp_servers": ([],)}
 
 
 async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Answers messages, as a whole or as events."""
-    body = state.body(request, MessagesBody, NEUTRAL)
-    facts, adapter = state.model(body.model)
+    body = state.body(request, MESSAGES)
+    _, adapter = state.model(body.model)
     if (
         body.thinking is not None
         and (most := body.thinking.budget_tokens) is not None
@@ -117,23 +57,29 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
         grammar=form and format_grammar(form.type, form.schema, "output_config.format"),
         notes={"thoughts_dropped": said.dropped} if said.dropped else {},
     )
-    answer = await answer_of(state, request, body, (await said.conversation(),), params)
-    blocks = _Blocks(state, request.app, body.model or facts.name)
+    prompt, edits = await said.conversation()
+    answer = await answer_of(state, request, body, (prompt,), params)
+    blocks = _Blocks(state, request.app, body.model, edits)
     if body.stream:
         return await answer.streamed(blocks.frames, lambda error: event_frame(anthropic_body(error), "error"))
     (choice,) = await answer.whole()
     content = [block for each in choice.parts if (block := blocks.whole(each)) is not None]
-    message = blocks.message(choice) | {"content": content, **_stop(choice), "jaxllm": choice.facts()}
+    message = blocks.message(choice) | {"content": content, **blocks.stop(choice), "jaxllm": choice.facts()}
+    message |= blocks.edits
     message["usage"] |= _written(choice)
     return message
 
 
-async def count_tokens(state: ApiState, request: ApiRequest) -> dict[str, int]:
+async def count_tokens(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     """Counts the tokens of messages."""
-    body = state.body(request, CountBody, NEUTRAL)
+    body = state.body(request, COUNT)
     state.model(body.model)
-    conversation = await _Said(state, request, body).conversation()
-    return {"input_tokens": len(await state.backend.tokenize(conversation))}
+    said = _Said(state, request, body)
+    prompt, edits = await said.conversation()
+    count = len(await state.backend.tokenize(prompt))
+    cleared = sum(each["cleared_input_tokens"] for each in edits or ())
+    original = {} if edits is None else {"context_management": {"original_input_tokens": count + cleared}}
+    return {"input_tokens": count, **original}
 
 
 class _Said:
@@ -148,10 +94,16 @@ class _Said:
     def __init__(self, state: ApiState, request: ApiRequest, body: CountBody) -> None:
         self._state, self._app, self.dropped = state, request.app, 0
         self._given: list[dict[str, Any]] = []
-        if body.system is not None:
-            self._given.append({"role": "system", "content": text_of(body.system, "system")})
+        self._management = body.context_management
+        systems = [] if body.system is None else [text_of(body.system, "system")]
         for index, value in enumerate(body.messages):
-            self._given += self._messages(value, f"messages[{index}]")
+            if value.get("role") == "system":
+                # Few templates know system messages later on.
+                systems.append(text_of(value.get("content"), f"messages[{index}].content"))
+            else:
+                self._given += self._messages(value, f"messages[{index}]")
+        if systems:
+            self._given.insert(0, {"role": "system", "content": "\n\n".join(systems)})
         choice = body.tool_choice or Choosing(type="auto")
         self.use = tools_of(
             [_tool(each, f"tools[{index}]") for index, each in enumerate(body.tools or ())],
@@ -172,11 +124,15 @@ class _Said:
             Switch("level", config.effort, "output_config.effort"),
         )  # fmt: skip
 
-    async def conversation(self) -> Conversation:
-        """The conversation, with its images encoded."""
-        return await self._state.conversation(
+    async def conversation(self) -> tuple[Conversation, list[dict[str, Any]] | None]:
+        """The conversation, with its images encoded, and the edits that were applied to it; None if none were
+        asked for."""
+        prompt = await self._state.conversation(
             self._app, messages_of(self._given), self.use.tools, template_options=self.reasoning.options
         )
+        if self._management is None:
+            return prompt, None
+        return await edited(self._state.backend, prompt, self._management)
 
     def _thought(self, block: Mapping[str, Any], at: str) -> str:
         """The thought of a block that this service has signed or encrypted; empty, and counted, for others,
@@ -194,8 +150,10 @@ class _Said:
     def _messages(self, value: Mapping[str, Any], at: str) -> list[dict[str, Any]]:
         """A message in OpenAI's format; several if it has results of tools."""
         role, content = value.get("role"), value.get("content")
-        if {*value} - {"role", "content"} or role not in ("user", "assistant"):
-            raise ApiError(f"{at} has a role, user or assistant, and a content", param=at)
+        for name in value.keys() - {"role", "content"}:
+            ignore(f"{at}.{name}")
+        if role not in ("user", "assistant"):
+            raise ApiError(f"{at} has a role, user, assistant or system, and a content", param=at)
         if isinstance(content, str):
             return [{"role": role, "content": content}]
         if not isinstance(content, list) or not content:
@@ -249,8 +207,13 @@ def _tool(value: Any, at: str) -> dict[str, Any]:
 class _Blocks:
     """Writes an answer as Anthropic's message: as a whole, or block by block."""
 
-    def __init__(self, state: ApiState, app: str, model: str) -> None:
-        self._seals, self._app, self._model = state.seals, app, model
+    def __init__(
+        self, state: ApiState, app: str, model: str | None, edits: list[dict[str, Any]] | None
+    ) -> None:
+        facts = state.backend.facts()
+        self._seals, self._app, self._model = state.seals, app, model or facts.name
+        self._window_tokens = facts.window_tokens
+        self.edits = {} if edits is None else {"context_management": {"applied_edits": edits}}
 
     def message(self, choice: Choice) -> dict[str, Any]:
         """The message without its content."""
@@ -269,6 +232,17 @@ class _Blocks:
             return None
         given = msgspec.json.decode(part.text or "{}")
         return {"type": "tool_use", "id": part.id, "name": part.name, "input": given}
+
+    def stop(self, choice: Choice) -> dict[str, Any]:
+        """Why the answer ended."""
+        start, end = choice.started, choice.ended
+        assert start is not None
+        assert end is not None
+        reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+        if start.prompt_tokens + end.tokens >= self._window_tokens:
+            reasons["length"] = "model_context_window_exceeded"
+        usual = "end_turn" if end.stop_string is None else "stop_sequence"
+        return {"stop_reason": reasons.get(choice.finish_reason, usual), "stop_sequence": end.stop_string}
 
     def _signature(self, text: str) -> str:
         return self._seals.signature(self._app, text)
@@ -325,7 +299,8 @@ class _Blocks:
             yield frame
         assert choice is not None
         usage = _usage(choice) | _written(choice)
-        yield _event("message_delta", delta=_stop(choice), usage=usage, jaxllm=choice.facts())
+        more = {"usage": usage, "jaxllm": choice.facts(), **self.edits}
+        yield _event("message_delta", delta=self.stop(choice), **more)
         yield _event("message_stop")
 
 
@@ -347,11 +322,3 @@ def _usage(choice: Choice) -> dict[str, Any]:
 def _written(choice: Choice) -> dict[str, Any]:
     assert choice.ended is not None
     return {"output_tokens": choice.ended.tokens}
-
-
-def _stop(choice: Choice) -> dict[str, Any]:
-    end = choice.ended
-    assert end is not None
-    reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
-    usual = "end_turn" if end.stop_string is None else "stop_sequence"
-    return {"stop_reason": reasons.get(choice.finish_reason, usual), "stop_sequence": end.stop_string}

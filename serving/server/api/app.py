@@ -19,8 +19,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from jaxllm.errors import ContextOverflow
 from jaxllm.serving.server.api import anthropic, ollama, openai, resources, responses, scores
-from jaxllm.serving.server.api.errors import ApiError, api_error, error_response, shape_of
+from jaxllm.serving.server.api.errors import ApiError, api_error, error_response, overflowed, shape_of
 from jaxllm.serving.server.api.openapi import docs_routes, hint
 from jaxllm.serving.server.api.requests import (
     ApiRequest,
@@ -54,8 +55,10 @@ _ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/health", resources.health),
     ("GET", "/ready", resources.ready),
     ("POST", "/v1/chat/completions", openai.chat),
+    ("POST", "/v1/chat/completions/input_tokens", openai.count_tokens),
     ("POST", "/v1/completions", openai.completions),
     ("POST", "/v1/responses", responses.create),
+    ("POST", "/v1/responses/input_tokens", responses.count_tokens),
     ("GET", "/v1/responses/{name}", responses.get),
     ("DELETE", "/v1/responses/{name}", responses.delete),
     ("POST", "/v1/responses/{name}/cancel", responses.cancel),
@@ -83,6 +86,15 @@ _ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/api/tags", ollama.tags),
     ("POST", "/api/show", ollama.show),
     ("GET", "/api/version", ollama.version),
+    ("GET", "/api/ps", ollama.running),
+    ("POST", "/api/embed", ollama.embed),
+    ("POST", "/api/embeddings", ollama.embeddings),
+    ("POST", "/api/pull", ollama.pull),
+    ("POST", "/api/push", ollama.refuse),
+    ("POST", "/api/create", ollama.refuse),
+    ("POST", "/api/copy", ollama.refuse),
+    ("DELETE", "/api/delete", ollama.refuse),
+    ("POST", "/api/blobs/{name}", ollama.refuse),
     ("POST", "/tokenize", resources.tokenize),
     ("POST", "/detokenize", resources.detokenize),
     ("POST", "/apply-template", resources.apply_template),
@@ -149,6 +161,9 @@ def _endpoint(
             return answer if isinstance(answer, Response) else json_response(answer)
         except (ClientLeft, ClientDisconnect):
             return Response(status_code=_LEFT)
+        except ContextOverflow as error:
+            refusal = overflowed(error, state.backend.facts().window_tokens, request.url.path)
+            return error_response(refusal, shape_of(request.url.path))
         except Exception as error:
             return error_response(api_error(error), shape_of(request.url.path))
 

@@ -56,6 +56,7 @@ class Choice:
       calls: the calls among them.
       logprobs: log-probabilities of all tokens outside of the reasoning, if requested.
       characters: number of characters of these tokens' text so far, with calls.
+      tokens: ids of all its tokens so far.
       reasoning_tokens: number of tokens of the reasoning, with its markers.
       unmet: what the answer breaks of the schemas that were asked for; empty for nothing.
       new: parts of the last event.
@@ -79,6 +80,7 @@ class Choice:
         self.parts: list[AnswerPart] = []
         self.calls: list[AnswerPart] = []
         self.logprobs: list[TokenLogprob] = []
+        self.tokens: list[int] = []
         self.characters = self.reasoning_tokens = 0
         self.unmet = ""
         self.new: Sequence[Part] = ()
@@ -130,6 +132,7 @@ class Choice:
             case Started():
                 self.started = event
             case Piece():
+                self.tokens += event.tokens
                 for text, tokens, logprobs in self._slices(event):
                     parts = self._fed(text)
                     self._undecided += zip((len(text), *[0] * (tokens - 1)), logprobs, strict=True)

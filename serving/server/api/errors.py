@@ -134,6 +134,15 @@ def _api_error(error: BaseException) -> ApiError:
     return ApiError(public, status=status, code=code, retry_after_s=_RETRY_S if status == 503 else None)
 
 
+def overflowed(error: ContextOverflow, window_tokens: int, path: str) -> ApiError:
+    """The error of a prompt that does not fit, in the words by which clients of a path's format know it."""
+    known = f"This model's maximum context length is {window_tokens} tokens."
+    if path.startswith("/v1/messages"):
+        known = f"prompt is too long: at most {window_tokens} tokens fit."
+    refusal = api_error(error)
+    return ApiError(f"{known} {refusal}", code=refusal.code)
+
+
 Shape = Callable[[ApiError], dict[str, Any]]
 
 

@@ -7,21 +7,22 @@ import msgspec
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.images.prompt import image_bytes, image_part
+from jaxllm.serving.server.api.dialect import convert
 from jaxllm.serving.server.api.errors import ApiError
-from jaxllm.serving.server.api.requests import convert, new_id
+from jaxllm.serving.server.api.requests import new_id
 
 # Enough for any prompt, and fast to parse.
 MAX_MESSAGES = 8192
 
 
-class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Function(msgspec.Struct, kw_only=True):
     """The function of a call in a message."""
 
     name: str
     arguments: str | dict[str, Any]
 
 
-class CalledTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class CalledTool(msgspec.Struct, kw_only=True):
     """A call of a tool in a message."""
 
     function: Function
@@ -30,7 +31,7 @@ class CalledTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     index: int | None = None
 
 
-class Message(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Message(msgspec.Struct, kw_only=True):
     """A message of OpenAI's chats."""
 
     role: str
@@ -173,7 +174,7 @@ def _message(value: Any, at: str) -> dict[str, Any]:
 _TEXTS = ("input_text", "output_text", "text")
 
 
-class Item(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Item(msgspec.Struct, kw_only=True):
     """An item of a response; `id`, `status` and `phase` come back with a response's own items, and have no
     effect."""
 
@@ -196,6 +197,7 @@ class CallItem(Item, kw_only=True):
     call_id: str
     name: str
     arguments: str
+    namespace: str | None = None
 
 
 class ReasoningItem(Item, kw_only=True):
@@ -280,7 +282,8 @@ def conversation_of(items: Sequence[Mapping[str, Any]], instructions: str = "") 
                 said = answer("content", "tool_calls")
                 said["reasoning_content"] = said.get("reasoning_content", "") + thought
         elif item["status"] != "incomplete":
-            function = {"name": item["name"], "arguments": item["arguments"]}
+            name = ".".join(filter(None, (item.get("namespace"), item["name"])))
+            function = {"name": name, "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
             answer().setdefault("tool_calls", []).append(call)
     return messages_of(messages, "input")
@@ -331,7 +334,8 @@ def _item(value: Any, at: str, opened: Callable[[str], str | None]) -> dict[str,
                 plain["status"] = item.status
             else:
                 arguments_of(item.arguments, f"{at}.arguments")
-            return plain | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+            of = {} if item.namespace is None else {"namespace": item.namespace}
+            return plain | {"call_id": item.call_id, "name": item.name, "arguments": item.arguments, **of}
         case OutputItem():
             output = item.output if isinstance(item.output, str) else _parts(item.output, f"{at}.output")
             return plain | {"call_id": item.call_id, "output": output}

@@ -1,96 +1,59 @@
-"""Answers Ollama's /api/chat and /api/generate as a thin layer over the same calls."""
+"""Serves Ollama's paths as a thin layer over the same calls. One model is served, and stays loaded."""
 
 import datetime
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
+from starlette.responses import Response
 
 from jaxllm.serving.server.api.answers import (
     SAMPLING,
     AnswerParams,
-    Extensions,
-    SamplingFields,
     answer_of,
-    format_grammar,
+    filled_in,
+    prompt_ids_of,
     reasoning_in,
 )
 from jaxllm.serving.server.api.choices import AnswerPart, Choice
+from jaxllm.serving.server.api.dialect import ignore
 from jaxllm.serving.server.api.errors import ApiError, ollama_body
+from jaxllm.serving.server.api.fields import (
+    EMBED,
+    GENERATE,
+    OLLAMA_CHAT,
+    PULL,
+    SHOW,
+    Extensions,
+    GenerateBody,
+    OllamaBody,
+    OllamaChatBody,
+    SamplingFields,
+)
+from jaxllm.serving.server.api.grammars import format_grammar
 from jaxllm.serving.server.api.messages import messages_of
+from jaxllm.serving.server.api.openai import LoggedText, chat_logprobs, requested_logprobs
 from jaxllm.serving.server.api.reasoning import Reasoning, Switch
-from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Neutral, convert
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState
+from jaxllm.serving.server.api.resources import embedded
 from jaxllm.serving.server.api.tool_use import ToolUse, openai_choice, tools_of
-from jaxllm.serving.server.calls import CallPrompt
+from jaxllm.serving.server.calls import CallPrompt, Conversation, ModelFacts
 from jaxllm.text.answer_parts import CallEnds
 from jaxllm.version import __version__
 
 # Ollama's default.
 _TEMPERATURE = 0.8
-
-
-class Options(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The supported fields of Ollama's `options`."""
-
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    num_predict: int | None = None
-    num_ctx: int | None = None
-    stop: str | list[str] | None = None
-    repetition_penalty: float | None = msgspec.field(default=None, name="repeat_penalty")
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-
-
-class OllamaBody(Extensions, kw_only=True):
-    """Fields of both paths. `keep_alive` has no effect: the model stays loaded."""
-
-    model: str
-    stream: bool = True
-    format: str | dict[str, Any] | None = None
-    options: dict[str, Any] | None = None
-    keep_alive: str | int | float | None = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
-
-
-class ChatBody(OllamaBody, kw_only=True):
-    """/api/chat."""
-
-    messages: list[dict[str, Any]]
-    tools: list[Any] | None = None
-    # Of clients that make Ollama's bodies of OpenAI's.
-    tool_choice: str | dict[str, Any] | None = None
-
-
-class GenerateBody(OllamaBody, kw_only=True):
-    """/api/generate."""
-
-    prompt: str
-    system: str | None = None
-    raw: bool = False
-    images: list[str] | None = None
-
-
-class ShowBody(msgspec.Struct, kw_only=True):
-    """/api/show."""
-
-    model: str
-    verbose: bool = False
-
-
-_CHAT_NEUTRAL: Neutral = {"logprobs": (False,), "top_logprobs": (0,)}
-_GENERATE_NEUTRAL: Neutral = _CHAT_NEUTRAL | {
-    "suffix": ("",), "template": ("",), "context": ([],),
-}  # fmt: skip
+_LINES = "application/x-ndjson"
+_FOREVER_S = 100 * 365 * 86_400
 
 
 async def chat(state: ApiState, request: ApiRequest) -> Any:
     """Answers a chat."""
-    body = state.body(request, ChatBody, _CHAT_NEUTRAL)
-    state.model(body.model, tagged=True)
+    body = state.body(request, OLLAMA_CHAT)
+    state.model(body.model)
+    if not body.messages:
+        return _loaded(body, is_chat=True)
     use, reasoning = tools_of(body.tools, openai_choice(body.tool_choice, None)), _reasoning(state, body)
     messages = messages_of([_message(each, f"messages[{index}]") for index, each in enumerate(body.messages)])
     prompt = await state.conversation(request.app, messages, use.tools, template_options=reasoning.options)
@@ -99,13 +62,15 @@ async def chat(state: ApiState, request: ApiRequest) -> Any:
 
 async def generate(state: ApiState, request: ApiRequest) -> Any:
     """Answers a prompt by the chat template, or continues it unchanged (`raw`)."""
-    body = state.body(request, GenerateBody, _GENERATE_NEUTRAL)
-    facts, _ = state.model(body.model, tagged=True)
-    if body.raw or not facts.has_chat_template:
+    body = state.body(request, GENERATE)
+    facts, _ = state.model(body.model)
+    if not (body.prompt or body.images or body.suffix):
+        return _loaded(body, is_chat=False)
+    if body.raw or body.suffix or not facts.has_chat_template:
         for name in ("system", "images", "think"):
             if getattr(body, name):
-                raise ApiError(f"{name} needs a chat template, which a raw prompt does not use", param=name)
-        return await _answer(state, request, body, body.prompt)
+                raise ApiError(f"{name} needs a chat template, which this prompt does not use", param=name)
+        return await _answer(state, request, body, filled_in(facts, body.prompt, body.suffix))
     turns = [("system", body.system), ("user", body.prompt)]
     messages: list[dict[str, Any]] = [
         {"role": role, "content": text} for role, text in turns if text is not None
@@ -117,24 +82,95 @@ async def generate(state: ApiState, request: ApiRequest) -> Any:
     return await _answer(state, request, body, conversation, reasoning=reasoning)
 
 
+async def embed(state: ApiState, request: ApiRequest) -> dict[str, Any]:
+    """Embeds texts."""
+    body, began_s = state.body(request, EMBED), time.perf_counter()
+    _, adapter = state.model(body.model)
+    texts = [body.input] if isinstance(body.input, str) else body.input
+    vectors, tokens = [], 0
+    if texts:
+        vectors, tokens = await embedded(
+            state, request, texts, adapter, truncate=-1 if body.truncate else None
+        )
+    took_ns = int(1e9 * (time.perf_counter() - began_s))
+    return {
+        "model": body.model, "embeddings": vectors, "total_duration": took_ns, "load_duration": 0,
+        "prompt_eval_count": tokens,
+    }  # fmt: skip
+
+
+async def embeddings(state: ApiState, request: ApiRequest) -> dict[str, Any]:
+    """Embeds a text, by the older path."""
+    body = state.body(request, EMBED)
+    _, adapter = state.model(body.model)
+    if not body.prompt:
+        return {"embedding": []}
+    (vector,), _ = await embedded(
+        state, request, body.prompt, adapter, truncate=-1 if body.truncate else None
+    )
+    return {"embedding": vector}
+
+
 async def tags(state: ApiState, request: ApiRequest) -> dict[str, Any]:
-    """Lists the models."""
+    """Lists the model, and the model with each adapter."""
     facts = state.backend.facts()
     names = [f"{facts.name}:latest", *(f"{facts.name}:{adapter}" for adapter in facts.adapters)]
-    opened = _time(facts.opened_s)
-    facts_of = {"modified_at": opened, "size": 0, "digest": ""}
-    return {"models": [{"name": name, "model": name, **facts_of} for name in names]}
+    return {"models": [_listed(facts, name) | {"modified_at": _time(facts.opened_s)} for name in names]}
+
+
+async def running(state: ApiState, request: ApiRequest) -> dict[str, Any]:
+    """Lists the loaded model."""
+    facts = state.backend.facts()
+    # Of a model that stays loaded Ollama gives a time that far away.
+    loaded = {"expires_at": _time(facts.opened_s + _FOREVER_S), "size_vram": 0}
+    loaded |= {"context_length": facts.window_tokens}
+    return {"models": [_listed(facts, f"{facts.name}:latest") | loaded]}
 
 
 async def show(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     """Facts of a model."""
-    facts, _ = state.model(state.body(request, ShowBody).model, tagged=True)
-    info = {"general.context_length": facts.window_tokens, "general.vocab_size": facts.vocab_size}
-    answer_format = facts.answer_format
-    able = ["completion", *["tools"] * facts.has_chat_template, *["vision"] * facts.images]
-    able += ["thinking"] * answer_format.thinks
-    own = {"details": {"family": "jaxllm"}, "template": facts.chat_template}
-    return {**own, "model_info": info, "capabilities": able}
+    facts, _ = state.model(state.body(request, SHOW).model)
+    answer_format, shape, kind = facts.answer_format, facts.shape, facts.architecture
+    able = ["completion", *["tools"] * facts.has_chat_template, *["insert"] * bool(facts.infill)]
+    able += [*["vision"] * facts.images, *["thinking"] * answer_format.thinks]
+    info = {
+        "general.architecture": kind, "general.basename": facts.name,
+        "general.parameter_count": shape.get("parameters"),
+        f"{kind}.context_length": facts.window_tokens, f"{kind}.vocab_size": facts.vocab_size,
+        f"{kind}.embedding_length": shape.get("hidden_size"), f"{kind}.block_count": shape.get("layers"),
+        f"{kind}.attention.head_count": shape.get("heads"),
+        f"{kind}.attention.head_count_kv": shape.get("kv_heads"),
+    }  # fmt: skip
+    options = {"num_ctx": facts.window_tokens, **facts.sampling}
+    return {
+        "modelfile": f"FROM {facts.name}", "license": "", "template": facts.chat_template,
+        "parameters": "\n".join(f"{name} {value}" for name, value in options.items()),
+        "details": _details(facts), "modified_at": _time(facts.opened_s),
+        "model_info": {name: value for name, value in info.items() if value is not None},
+        "capabilities": able,
+    }  # fmt: skip
+
+
+async def pull(state: ApiState, request: ApiRequest) -> Any:
+    """Reports that the served model is there; others are for the operator to serve."""
+    body = state.body(request, PULL)
+    try:
+        facts, _ = state.model(body.model or body.name)
+    except ApiError as error:
+        message = f"{error}; this service has one model: start `jaxllm serve --model NAME` for another"
+        raise ApiError(message, status=404, code="model_not_found", param="model") from None
+    layer = {"status": f"pulling {facts.digest[:12]}", "digest": f"sha256:{facts.digest}"}
+    steps = [layer | {"total": facts.size_bytes, "completed": facts.size_bytes}, {"status": "success"}]
+    if not body.stream:
+        return steps[-1]
+    lines = b"".join(map(_line, [{"status": "pulling manifest"}, *steps]))
+    return Response(lines, media_type=_LINES)
+
+
+async def refuse(state: ApiState, request: ApiRequest) -> Any:
+    """Refuses to change the models of the service."""
+    message = "the service has one model, which its operator chooses: see `jaxllm prepare` and `jaxllm serve`"
+    raise ApiError(message, code="unsupported")
 
 
 async def version(state: ApiState, request: ApiRequest) -> dict[str, Any]:
@@ -156,10 +192,11 @@ async def _answer(
     use: ToolUse | None = None,
     reasoning: Reasoning | None = None,
 ) -> Any:
-    facts, adapter = state.model(body.model, tagged=True)
-    options = convert(body.options or {}, Options, "options")
-    if options.num_ctx is not None and options.num_ctx > (window := facts.window_tokens):
-        raise ApiError(f"options.num_ctx is at most the window of {window}", param="options.num_ctx")
+    facts, adapter = state.model(body.model)
+    options = body.options
+    if (options.num_ctx or 0) > facts.window_tokens:
+        # Clients send it for any model. The window stays, and a prompt that exceeds it is refused.
+        ignore("options.num_ctx")
     fields = SamplingFields(
         **{name: getattr(options, name) for name in SAMPLING},
         **{name: getattr(body, name) for name in Extensions.__struct_fields__},
@@ -171,33 +208,78 @@ async def _answer(
         grammar = format_grammar("json_object" if form == "json" else form, None, "format")
     params = AnswerParams(
         adapter=adapter,
-        max_tokens=facts.window_tokens if options.num_predict == -1 else options.num_predict,
+        max_tokens=options.num_predict,
         stop=options.stop,
         temperature=_TEMPERATURE,
         use=use or ToolUse(),
         reasoning=reasoning or Reasoning(),
         grammar=grammar,
+        top_logprobs=requested_logprobs(body.top_logprobs, body.logprobs, "logprobs to be true"),
+        prefix=tuple(body.context) if isinstance(body, GenerateBody) else (),
     )
     answer = await answer_of(state, request, fields, (prompt,), params)
-    is_chat = isinstance(body, ChatBody)
+    is_chat, logged = isinstance(body, OllamaChatBody), LoggedText(state)
+
+    async def part(choice: Choice, *, whole: bool) -> dict[str, Any]:
+        """What is new, or all of it, and at the end what the answer cost."""
+        calls = choice.whole_calls
+        if not whole:
+            # A call has its arguments as an object, so that it comes when it is whole.
+            calls = [choice.calls[each.index] for each in choice.new if isinstance(each, CallEnds)]
+        text = choice.text if whole else choice.new_text
+        thought = choice.reasoning if whole else choice.new_reasoning
+        logprobs = chat_logprobs(await logged.take(choice, whole=whole)) if body.logprobs else []
+        found = _part(body.model, text, thought, calls, is_chat=is_chat)
+        return found | ({"logprobs": logprobs} if logprobs else {})
+
+    async def end(choice: Choice) -> dict[str, Any]:
+        found = _end(choice)
+        if isinstance(body, GenerateBody) and isinstance(prompt, Conversation) and not prompt.images:
+            ids = [*body.context, *await prompt_ids_of(state, prompt), *choice.tokens]
+            found["context"] = ids
+        return found
 
     async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
         async for choice in news:
-            # A call has its arguments as an object, so that it comes when it is whole.
-            calls = [choice.calls[each.index] for each in choice.new if isinstance(each, CallEnds)]
-            text, thought = choice.new_text, choice.new_reasoning
-            if text or thought or calls:
-                yield _line(_part(body.model, text, thought, calls, is_chat=is_chat))
+            now = await part(choice, whole=False)
+            if choice.new_text or choice.new_reasoning or "logprobs" in now or _has_calls(now):
+                yield _line(now)
             if choice.ended is not None:
-                yield _line(_part(body.model, "", "", (), is_chat=is_chat) | _end(choice))
+                yield _line(_part(body.model, "", "", (), is_chat=is_chat) | await end(choice))
 
     if body.stream:
-        return await answer.streamed(
-            frames, lambda error: _line(ollama_body(error)), media_type="application/x-ndjson"
-        )
+        return await answer.streamed(frames, lambda error: _line(ollama_body(error)), media_type=_LINES)
     (choice,) = await answer.whole()
-    calls = choice.whole_calls
-    return _part(body.model, choice.text, choice.reasoning, calls, is_chat=is_chat) | _end(choice)
+    return await part(choice, whole=True) | await end(choice)
+
+
+def _has_calls(part: dict[str, Any]) -> bool:
+    return "tool_calls" in part.get("message", ())
+
+
+def _loaded(body: OllamaBody, *, is_chat: bool) -> Any:
+    """The answer to a request without a prompt, which loads a model, or unloads it with `keep_alive` 0: the
+    model stays."""
+    unload = body.keep_alive in (0, "0", "0s")
+    if unload:
+        ignore("keep_alive")
+    part = _part(body.model, "", "", (), is_chat=is_chat)
+    part |= {"done": True, "done_reason": "unload" if unload else "load"}
+    return Response(_line(part), media_type=_LINES) if body.stream else part
+
+
+def _listed(facts: ModelFacts, name: str) -> dict[str, Any]:
+    facts_of = {"size": facts.size_bytes, "digest": facts.digest, "details": _details(facts)}
+    return {"name": name, "model": name, **facts_of}
+
+
+def _details(facts: ModelFacts) -> dict[str, Any]:
+    count = facts.shape.get("parameters", 0)
+    size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.2f}M"
+    return {
+        "parent_model": "", "format": "jaxllm", "family": facts.architecture,
+        "families": [facts.architecture], "parameter_size": size, "quantization_level": facts.weights.upper(),
+    }  # fmt: skip
 
 
 def _line(data: Any) -> bytes:

@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 
 from jaxllm.config import FULL_LEVEL
@@ -11,16 +10,22 @@ from jaxllm.errors import ContextOverflow
 from jaxllm.serving.server.api.answers import (
     Answer,
     AnswerParams,
-    Positive,
-    SamplingFields,
-    StreamOptions,
-    TopLogprobs,
     answer_of,
-    format_grammar,
+    filled_in,
+    prompt_ids_of,
     reasoning_in,
 )
 from jaxllm.serving.server.api.choices import AnswerPart, Choice
 from jaxllm.serving.server.api.errors import ApiError, openai_body
+from jaxllm.serving.server.api.fields import (
+    CHAT,
+    COMPLETION,
+    ChatBody,
+    CompletionBody,
+    ReasoningFields,
+    StreamOptions,
+)
+from jaxllm.serving.server.api.grammars import format_grammar
 from jaxllm.serving.server.api.logprobs import (
     LoggedText,
     chat_logprobs,
@@ -33,7 +38,6 @@ from jaxllm.serving.server.api.requests import (
     DONE,
     ApiRequest,
     ApiState,
-    Neutral,
     Streamed,
     event_frame,
     new_id,
@@ -45,60 +49,14 @@ from jaxllm.serving.server.calls import CallPrompt, TextToScore
 from jaxllm.text.answer_parts import CallArguments, CallBegins
 
 
-class ReasoningFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenRouter's `reasoning` of chats."""
-
-    effort: str | None = None
-    max_tokens: int | None = None
-    enabled: bool | None = None
-
-
-class ChatBody(SamplingFields, kw_only=True):
-    """The supported fields of a chat."""
-
-    messages: list[Any]
-    n: Positive = 1
-    stop: str | list[str] | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: TopLogprobs | None = None
-    logit_bias: dict[str, float] | None = None
-    response_format: dict[str, Any] | None = None
-    stream_options: StreamOptions | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    continue_final_message: bool | None = None
-    add_generation_prompt: bool | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: str | None = None
-    reasoning_effort: str | None = None
-    reasoning: ReasoningFields | None = None
-    prompt_logprobs: TopLogprobs | None = None
-
-
-_NEVER = (
-    "audio", "moderation", "prediction", "prompt_cache_options", "prompt_cache_retention",
-    "web_search_options",
-)  # fmt: skip
-CHAT_NEUTRAL: Neutral = dict.fromkeys(_NEVER, ()) | {
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "store": (False,),
-    "verbosity": ("medium",),
-}
-
-
 async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Answers a chat, as a whole or as server-sent events."""
-    body = state.body(request, ChatBody, CHAT_NEUTRAL)
+    body = state.body(request, CHAT)
     facts, adapter = state.model(body.model)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
     top_logprobs = requested_logprobs(body.top_logprobs, body.logprobs, "logprobs to be true")
-    with_usage = _with_usage(body)
+    options = _stream_options(body)
     use = tools_of(body.tools, openai_choice(body.tool_choice, body.parallel_tool_calls))
     also = body.reasoning or ReasoningFields()
     reasoning = reasoning_in(
@@ -118,12 +76,15 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
         logit_bias=body.logit_bias,
         use=use,
         reasoning=reasoning,
-        grammar=format_grammar(form.get("type"), schema.get("schema"), "response_format"),
+        grammar=format_grammar(form.get("type"), schema.get("schema", form.get("schema")), "response_format"),
         top_logprobs=top_logprobs,
     )
-    messages = messages_of(body.messages)
+    messages, continues = messages_of(body.messages), _continues(body)
+    if continues is not False and [each["role"] for each in messages[-2:]] == ["assistant", "assistant"]:
+        message = "two messages of the assistant are last, and the answer continues one: join them"
+        raise ApiError(message, param="messages")
     prompt = await state.conversation(
-        request.app, messages, use.tools, continue_final=_continues(body), template_options=reasoning.options
+        request.app, messages, use.tools, continue_final=continues, template_options=reasoning.options
     )
     scores: dict[str, Any] = {}
     if (top := body.prompt_logprobs) is not None:
@@ -135,12 +96,12 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
         scores = {"prompt_logprobs": scored.prompt_logprobs(top)}
     answer = await answer_of(state, request, body, (prompt,), params)
     base: dict[str, Any] = {"id": new_id("chatcmpl-"), "created": now_s(), "model": body.model or facts.name}
-    base |= {"system_fingerprint": None}
+    base |= {"system_fingerprint": state.fingerprint}
     base |= {} if body.service_tier is None else {"service_tier": body.service_tier}
     if body.stream:
-        base |= {"object": "chat.completion.chunk"} | ({"usage": None} if with_usage else {})
+        base |= {"object": "chat.completion.chunk"} | ({"usage": None} if options.include_usage else {})
         logged = [LoggedText(state) if body.logprobs else None for _ in answer.choices]
-        return await _streamed(answer, base, _chat_deltas(logged, use), with_usage=with_usage)
+        return await _streamed(answer, base, _chat_deltas(logged, use), options)
     choices = []
     for choice in await answer.whole():
         called = {"tool_calls": [_called(call) for call in choice.calls]} if choice.calls else {}
@@ -157,11 +118,19 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
     return _whole(answer, {**base, "object": "chat.completion"}, choices) | scores
 
 
-def _with_usage(body: "ChatBody | CompletionBody") -> bool:
-    """Whether a stream ends with the usage of the whole request."""
+async def count_tokens(state: ApiState, request: ApiRequest) -> dict[str, Any]:
+    """Counts the tokens of a chat."""
+    body = state.body(request, CHAT)
+    state.model(body.model)
+    use = tools_of(body.tools, openai_choice(body.tool_choice, body.parallel_tool_calls))
+    prompt = await state.conversation(request.app, messages_of(body.messages), use.tools)
+    return {"object": "chat.completion.input_tokens", "input_tokens": len(await prompt_ids_of(state, prompt))}
+
+
+def _stream_options(body: ChatBody | CompletionBody) -> StreamOptions:
     if body.stream_options is not None and not body.stream:
         raise ApiError("stream_options requires stream to be true", param="stream_options")
-    return body.stream_options is not None and body.stream_options.include_usage
+    return body.stream_options or StreamOptions()
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
@@ -183,13 +152,16 @@ def _whole(answer: Answer, base: dict[str, Any], choices: list[dict[str, Any]]) 
 _Deltas = Callable[[Choice], AsyncGenerator[dict[str, Any], None]]
 
 
-async def _streamed(answer: Answer, base: dict[str, Any], deltas: _Deltas, *, with_usage: bool) -> Streamed:
+async def _streamed(
+    answer: Answer, base: dict[str, Any], deltas: _Deltas, options: StreamOptions
+) -> Streamed:
     async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
         async for choice in news:
             async for entry in deltas(choice):
-                ended = {"jaxllm": choice.facts()} if entry["finish_reason"] else {}
-                yield event_frame({**base, "choices": [{"index": choice.index, **entry}], **ended})
-        if with_usage:
+                more = {"jaxllm": choice.facts()} if entry["finish_reason"] else {}
+                more |= {"usage": _usage(answer)} if options.continuous_usage_stats else {}
+                yield event_frame({**base, "choices": [{"index": choice.index, **entry}], **more})
+        if options.include_usage:
             yield event_frame({**base, "choices": [], "usage": _usage(answer), "jaxllm": answer.facts()})
 
     return await answer.streamed(
@@ -207,7 +179,7 @@ def _chat_deltas(logged: Sequence[LoggedText | None], use: ToolUse) -> _Deltas:
         index, delta = choice.index, dict[str, Any]()
         if index not in begun:
             begun.add(index)
-            delta |= {"role": "assistant", "content": ""}
+            delta |= {"role": "assistant", "content": None}
         delta |= _reasoned(choice.new_reasoning)
         if choice.new_text:
             delta["content"] = choice.new_text
@@ -263,39 +235,11 @@ def _continues(body: ChatBody) -> bool | None:
 _MAX_TOKENS = 16
 
 
-class CompletionBody(SamplingFields, kw_only=True):
-    """The supported fields of a completion."""
-
-    prompt: str | list[Any]
-    n: Positive = 1
-    stop: str | list[str] | None = None
-    max_tokens: int | None = None
-    logprobs: TopLogprobs | None = None
-    logit_bias: dict[str, float] | None = None
-    stream_options: StreamOptions | None = None
-    echo: bool = False
-    prompt_logprobs: TopLogprobs | None = None
-    level: int | None = None
-
-    @property
-    def scores_only(self) -> bool:
-        """Whether nothing is generated."""
-        return self.max_tokens == 0
-
-    @property
-    def with_scores(self) -> bool:
-        """Whether log-probabilities of the prompts are asked for."""
-        return self.prompt_logprobs is not None or (self.echo and self.logprobs is not None)
-
-
-_COMPLETION_NEUTRAL: Neutral = {"best_of": (1,), "suffix": ("",)}
-
-
 async def completions(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Continues texts, as a whole or as server-sent events."""
-    body = state.body(request, CompletionBody, _COMPLETION_NEUTRAL)
+    body = state.body(request, COMPLETION)
     facts, adapter = state.model(body.model)
-    with_usage = _with_usage(body)
+    options = _stream_options(body)
     params = AnswerParams(
         adapter=adapter,
         n=body.n,
@@ -306,8 +250,9 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
     )
     most = state.answers_per_request
     prompts = prompts_of(body.prompt, "prompt", window_tokens=facts.window_tokens, most=most)
+    prompts = tuple(filled_in(facts, each, body.suffix) for each in prompts)
     base = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s()}
-    base |= {"model": body.model or facts.name}
+    base |= {"model": body.model or facts.name, "system_fingerprint": state.fingerprint}
     prompts, scored = await _scored(state, request, body, prompts, state.adapter(body.adapter or adapter))
     if body.scores_only:
         choices = [
@@ -341,7 +286,7 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
             yield part
 
     if body.stream:
-        return await _streamed(answer, base, deltas, with_usage=with_usage)
+        return await _streamed(answer, base, deltas, options)
     ended = await answer.whole()
     choices = [{"index": each.index, **await entry(each, each.text, whole=True)} for each in ended]
     return _whole(answer, base, choices)

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxllm.serving.server.api import anthropic, ollama, openai, resources, responses, scores
+from jaxllm.serving.server.api import fields, resources, scores
 from jaxllm.serving.server.pages import DOCS, DOCUMENT, PAGE_HEADERS
 from jaxllm.version import __version__
 
@@ -25,20 +25,25 @@ from jaxllm.version import __version__
 Operations = Mapping[tuple[str, str], Callable[..., Any]]
 
 _BODIES: Mapping[str, type[msgspec.Struct]] = {
-    "/v1/chat/completions": openai.ChatBody,
-    "/v1/completions": openai.CompletionBody,
-    "/v1/responses": responses.ResponseBody,
-    "/v1/embeddings": resources.EmbeddingBody,
+    "/v1/chat/completions": fields.ChatBody,
+    "/v1/chat/completions/input_tokens": fields.ChatBody,
+    "/v1/completions": fields.CompletionBody,
+    "/v1/responses": fields.ResponseBody,
+    "/v1/responses/input_tokens": fields.ResponseBody,
+    "/v1/embeddings": fields.EmbeddingBody,
     "/v1/score": scores.ScoreBody,
     "/v1/adapters": resources.LoadBody,
     "/v1/objective": resources.BindBody,
     "/v1/contexts": resources.CreateBody,
     "/v1/contexts/{name}/pin": resources.PinBody,
-    "/v1/messages": anthropic.MessagesBody,
-    "/v1/messages/count_tokens": anthropic.CountBody,
-    "/api/chat": ollama.ChatBody,
-    "/api/generate": ollama.GenerateBody,
-    "/api/show": ollama.ShowBody,
+    "/v1/messages": fields.MessagesBody,
+    "/v1/messages/count_tokens": fields.CountBody,
+    "/api/chat": fields.OllamaChatBody,
+    "/api/generate": fields.GenerateBody,
+    "/api/show": fields.ShowBody,
+    "/api/embed": fields.EmbedBody,
+    "/api/embeddings": fields.EmbedBody,
+    "/api/pull": fields.PullBody,
     "/tokenize": resources.TokenizeBody,
     "/detokenize": resources.DetokenizeBody,
     "/apply-template": resources.TokenizeBody,
@@ -50,7 +55,7 @@ _MOST_PATH = 200
 
 def document(operations: Operations) -> dict[str, Any]:
     """The OpenAPI document (3.1) of routes."""
-    bodies = [each for path, each in _BODIES.items() if ("POST", path) in operations]
+    bodies = list(dict.fromkeys(each for path, each in _BODIES.items() if ("POST", path) in operations))
     schemas, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE)
     of_bodies = dict(zip(bodies, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}

@@ -1,14 +1,12 @@
 """Defines the shared parts of all wire formats' handlers: options, requests and bodies, state, responses.
 
-Bodies are limited in bytes, time and depth, and each of their fields is known, or refused by name. A field
-that is null counts as absent, as OpenAI's clients send it. Responses are sent in parts, and the work of
+Bodies are limited in bytes, time and depth. Responses are sent in parts, and the work of
 clients that disconnect is cancelled, whether they wait or read.
 """
 
 import asyncio
 import contextlib
 import dataclasses
-import re
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
@@ -22,16 +20,15 @@ from starlette.types import Receive, Scope, Send
 
 from jaxllm.serving.contexts.encryption import Vault
 from jaxllm.serving.images.prompt import IMAGES, split_images
+from jaxllm.serving.server.api.background import Background
+from jaxllm.serving.server.api.dialect import Body, Dialect
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.seals import Seals
 from jaxllm.serving.server.api.stored_responses import ResponseStore
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.calls import Conversation, ModelFacts, Refused
+from jaxllm.version import __version__
 
-Body = TypeVar("Body", bound=msgspec.Struct)
-# Known but unsupported fields -> their neutral values, which have no effect and are accepted.
-Neutral = Mapping[str, tuple[Any, ...]]
-_PATH = re.compile(r" - at `\$\.?(.*)`$")
 _LARGE_BYTES = 1 << 16
 # Names the served model, so that apps need not know it.
 DEFAULT_MODEL = "default"
@@ -57,26 +54,6 @@ async def read_raw(request: Request, most: int, within_s: float) -> bytes:
     except TimeoutError:
         raise ApiError(f"the body did not arrive within {within_s:g} s; send it faster", status=408) from None
     return bytes(raw)
-
-
-def convert(value: Any, kind: type[Body], at: str = "") -> Body:
-    """Converts plain JSON values to a struct; `at` is the path of the values in the body.
-
-    Raises:
-      ApiError: a field is unknown, missing or of a wrong type.
-    """
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        text = str(error)
-        found = _PATH.search(text)
-        inner = found[1] if found else ""
-        param = ".".join(part for part in (at, inner) if part)
-        plain = text[: found.start()] if found else text
-        message = f"{plain[:300]}{f' at {param}' if param else ''}".replace("`", "'")
-        raise ApiError(message, code="invalid_type", param=param[:80]) from None
-    except (RecursionError, OverflowError):
-        raise ApiError("a value is nested too deep or too large", param=at) from None
 
 
 async def parsed(raw: bytes, depth: int) -> dict[str, Any]:
@@ -148,7 +125,9 @@ class ApiState:
 
     Attributes:
       backend: backend of the answers.
+      strict_fields: whether fields that no format declares are refused.
       responses: stored responses.
+      background: responses that run without a connection.
       body_bytes: size limit of a request's body.
       image_body_bytes: the same if the model supports images, which bodies contain in base64.
       body_depth: maximum nesting of lists and objects in a body.
@@ -171,8 +150,8 @@ class ApiState:
     stored_responses, stored_response_bytes = 1000, 16 << 20
     max_tokens, temperature = 1024, 1.0
 
-    def __init__(self, backend: Backend) -> None:
-        self.backend = backend
+    def __init__(self, backend: Backend, *, strict_fields: bool = False) -> None:
+        self.backend, self.strict_fields, self.background = backend, strict_fields, Background()
         self.store_responses()
 
     def store_responses(self, folder: Path | None = None, vault: Vault | None = None) -> None:
@@ -182,28 +161,17 @@ class ApiState:
         self.responses = ResponseStore(most, most_bytes, folder=folder, vault=vault)
         self.seals = Seals(None if folder is None else folder / "thoughts.key")
 
-    def body(self, request: ApiRequest, kind: type[Body], neutral: Neutral | None = None) -> Body:
-        """The body of a request as a struct with the supported fields; `neutral` are known but unsupported
-        ones.
+    def body(self, request: ApiRequest, dialect: Dialect[Body] | type[Body]) -> Body:
+        """The body of a request as a struct; a struct alone is of this service's own paths, whose fields are
+        strict.
 
         Raises:
-          ApiError: a field is unknown, missing, unsupported or of a wrong type.
+          ApiError: a field is missing, refused or of a wrong type, or unknown though fields are strict.
         """
-        known = {field.encode_name for field in msgspec.structs.fields(kind)}
-        taken = {}
-        for name, value in request.values.items():
-            if value is None:
-                continue
-            if name in known:
-                taken[name] = value
-            elif neutral is None or name not in neutral:
-                message = f"the field {name!r:.80} is not known; the guide lists the fields that are"
-                raise ApiError(message, code="unknown_field", param=name[:80])
-            elif not any(value == each and type(value) is type(each) for each in neutral[name]):
-                texts = " or ".join(msgspec.json.encode(each).decode() for each in neutral[name])
-                message = f"the field {name!r} is not supported{texts and f' but for {texts}'}; leave it out"
-                raise ApiError(message, code="unsupported_field", param=name)
-        return convert(taken, kind)
+        if not isinstance(dialect, Dialect):
+            return Dialect(name="own", body=dialect).read(request.values, strict=True)
+        strict = request.values.get("strict_fields")
+        return dialect.read(request.values, strict=self.strict_fields if strict is None else bool(strict))
 
     async def conversation(
         self,
@@ -230,6 +198,11 @@ class ApiState:
             template_options=template_options or {},
         )  # fmt: skip
 
+    @property
+    def fingerprint(self) -> str:
+        """OpenAI's `system_fingerprint`: of this version and the model."""
+        return f"b{__version__}-{self.backend.facts().digest[:12] or 'unknown'}"
+
     def most_body_bytes(self) -> int:
         """Current size limit of a request's body: larger if the model supports images."""
         with contextlib.suppress(Refused):
@@ -237,12 +210,11 @@ class ApiState:
                 return max(self.body_bytes, self.image_body_bytes)
         return self.body_bytes
 
-    def model(self, name: str | None, *, tagged: bool = False) -> tuple[ModelFacts, str]:
-        """Resolves a request's field `model`, NAME or NAME:ADAPTER, to the model and its adapter.
+    def model(self, name: str | None) -> tuple[ModelFacts, str]:
+        """Resolves a request's field `model`, NAME, NAME:latest or NAME:ADAPTER, to the model and adapter.
 
         Args:
           name: value of the field; None or `DEFAULT_MODEL` for the served model.
-          tagged: whether to accept NAME:latest.
 
         Raises:
           ApiError: another model is served, or the adapter is unknown.
@@ -250,7 +222,7 @@ class ApiState:
         """
         facts = self.backend.facts()
         for served in (facts.name, DEFAULT_MODEL):
-            if name in (None, served) or (tagged and name == f"{served}:latest"):
+            if name in (None, served, f"{served}:latest"):
                 return facts, ""
             if name is not None and name.startswith(f"{served}:"):
                 return facts, self.adapter(name[len(served) + 1 :])

@@ -2,15 +2,18 @@
 
 import base64
 import dataclasses
+import datetime
 import struct
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from jaxllm.errors import CheckpointError
 from jaxllm.serving.elastic.objectives import Binding
-from jaxllm.serving.server.api.answers import SamplingFields, objective_of, sampling_of
+from jaxllm.serving.server.api.answers import objective_of, prompt_ids_of, sampling_of, truncated
 from jaxllm.serving.server.api.errors import ApiError
+from jaxllm.serving.server.api.fields import EMBEDDING, SamplingFields
 from jaxllm.serving.server.api.messages import messages_of
 from jaxllm.serving.server.api.openai import chat, completions, prompts_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, json_response
@@ -35,15 +38,6 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
-class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """The supported fields of a request for embeddings."""
-
-    input: str | list[Any]
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] = "float"
-    user: str | None = None
-
-
 async def models(state: ApiState, request: ApiRequest) -> Any:
     """Lists the model, and the model with each adapter."""
     facts = state.backend.facts()
@@ -51,7 +45,9 @@ async def models(state: ApiState, request: ApiRequest) -> Any:
         state.model(name)
         return _model(facts, name)
     names = [facts.name, *(f"{facts.name}:{adapter}" for adapter in facts.adapters)]
-    return {"object": "list", "data": [_model(facts, name) for name in names]}
+    # The last three are Anthropic's.
+    pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return {"object": "list", "data": [_model(facts, name) for name in names], **pages}
 
 
 async def props(state: ApiState, request: ApiRequest) -> Any:
@@ -112,23 +108,50 @@ async def apply_template(state: ApiState, request: ApiRequest) -> Any:
 
 async def embeddings(state: ApiState, request: ApiRequest) -> Any:
     """The mean of the last layer's hidden states over each input's tokens, normalized."""
-    body = state.body(request, EmbeddingBody, {"dimensions": ()})
+    body = state.body(request, EMBEDDING)
     facts, adapter = state.model(body.model)
-    if adapter:
-        raise ApiError("embeddings are of the model without adapters", param="model")
-    ids, most = list[list[int]](), state.embeddings_per_request
-    for each in prompts_of(body.input, "input", window_tokens=facts.window_tokens, most=most):
-        ids.append([*(each if isinstance(each, tuple) else await state.backend.tokenize(each))])
-        if not ids[-1] or max(ids[-1]) >= facts.vocab_size:
-            raise ApiError("an input has no token, or one outside the vocabulary", param="input")
+    vectors, tokens = await embedded(
+        state, request, body.input, adapter, truncate=body.truncate_prompt_tokens
+    )
     data = []
-    for index, vector in enumerate(await state.backend.embed(request.app, ids)):
+    for index, vector in enumerate(vectors):
         coded = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
         embedding = vector if body.encoding_format == "float" else coded
         data.append({"object": "embedding", "index": index, "embedding": embedding})
-    tokens = sum(map(len, ids))
     usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     return {"object": "list", "data": data, "model": body.model or facts.name, "usage": usage}
+
+
+async def embedded(
+    state: ApiState,
+    request: ApiRequest,
+    inputs: str | list[Any],
+    adapter: str,
+    *,
+    truncate: int | None = None,
+) -> tuple[Sequence[Sequence[float]], int]:
+    """Embeddings of texts or token ids, and the number of their tokens.
+
+    Args:
+      state: state of the front.
+      request: the request.
+      inputs: see `prompts_of`.
+      adapter: the adapter that the model's name gives; raises ApiError for one.
+      truncate: see `truncate_prompt_tokens`; None to refuse longer inputs.
+
+    Raises:
+      ApiError: there are too many inputs, or one has no token, or one outside of the vocabulary.
+    """
+    if adapter:
+        raise ApiError("embeddings are of the model without adapters", param="model")
+    facts, ids = state.backend.facts(), list[Sequence[int]]()
+    most, window = state.embeddings_per_request, facts.window_tokens
+    for each in prompts_of(inputs, "input", window_tokens=window, most=most):
+        prompt = each if truncate is None else await truncated(state, each, truncate)
+        ids.append(await prompt_ids_of(state, prompt))
+        if not ids[-1] or max(ids[-1]) >= facts.vocab_size:
+            raise ApiError("an input has no token, or one outside the vocabulary", param="input")
+    return await state.backend.embed(request.app, ids), sum(map(len, ids))
 
 
 async def _conversation(state: ApiState, request: ApiRequest, body: TokenizeBody) -> Conversation:
@@ -140,8 +163,16 @@ async def _conversation(state: ApiState, request: ApiRequest, body: TokenizeBody
 def _model(facts: ModelFacts, name: str) -> dict[str, Any]:
     names = ("window_tokens", "vocab_size", "levels", "has_chat_template", "adapters", "images")
     own = {name: getattr(facts, name) for name in names}
-    created = int(facts.opened_s)
-    return {"id": name, "object": "model", "created": created, "owned_by": "jaxllm", "jaxllm": own}
+    window, opened_s = facts.window_tokens, int(facts.opened_s)
+    at = datetime.datetime.fromtimestamp(opened_s, datetime.UTC).isoformat().replace("+00:00", "Z")
+    return {
+        "id": name, "object": "model", "created": opened_s, "owned_by": "jaxllm",
+        # Anthropic's, vLLM's and llama.cpp's.
+        "type": "model", "display_name": name, "created_at": at, "lifecycle": "active",
+        "max_input_tokens": window, "max_tokens": window, "max_model_len": window,
+        "meta": {"n_ctx": window, "n_vocab": facts.vocab_size, "size": facts.size_bytes},
+        "jaxllm": own,
+    }  # fmt: skip
 
 
 class LoadBody(msgspec.Struct, kw_only=True):

@@ -2,39 +2,38 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
-from jaxllm.errors import JaxllmError
+from jaxllm.errors import ContextOverflow, JaxllmError
 from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server.api.answers import (
     Answer,
     AnswerParams,
-    Positive,
-    SamplingFields,
-    TopLogprobs,
     answer_of,
     context_of,
-    format_grammar,
+    prompt_ids_of,
     reasoning_in,
     sampling_of,
 )
 from jaxllm.serving.server.api.choices import Choice
+from jaxllm.serving.server.api.dialect import convert, ignore
 from jaxllm.serving.server.api.errors import ApiError, openai_body
+from jaxllm.serving.server.api.fields import RESPONSE, ResponseBody, TextFormat
+from jaxllm.serving.server.api.grammars import format_grammar
 from jaxllm.serving.server.api.logprobs import LoggedText, chat_logprobs, requested_logprobs
 from jaxllm.serving.server.api.messages import conversation_of, items_of, output_text, require_calls
 from jaxllm.serving.server.api.reasoning import Switch
 from jaxllm.serving.server.api.requests import (
     ApiRequest,
     ApiState,
-    Neutral,
-    convert,
     event_frame,
     new_id,
     now_s,
@@ -47,44 +46,11 @@ from jaxllm.serving.server.api.tool_use import (
     require_function,
     tools_of,
 )
+from jaxllm.serving.server.calls import Conversation
 from jaxllm.text.answer_parts import CallArguments, CallBegins, CallEnds, Part, Text, Thinking
 
 _log = logging.getLogger(__name__)
 LOGPROBS, SEALED = "message.output_text.logprobs", "reasoning.encrypted_content"
-_Key = Annotated[str, msgspec.Meta(max_length=64)]
-_Value = Annotated[str, msgspec.Meta(max_length=512)]
-
-
-class TextFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Format of the text: `text`, `json_object`, or a `json_schema` with a name and a schema."""
-
-    type: str = "text"
-    name: str | None = None
-    schema: dict[str, Any] | None = None
-    strict: bool | None = None
-    description: str | None = None
-
-
-class TextFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's `text`."""
-
-    format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
-
-
-class ReasoningFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """OpenAI's `reasoning`, with a budget in tokens."""
-
-    effort: str | None = None
-    summary: Literal["auto", "concise", "detailed", "none"] | None = None
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-    max_tokens: int | None = None
-
-    @property
-    def summarized(self) -> bool:
-        """Whether the thought comes as the summary of its item, where clients show it, rather than as its
-        content. Nothing shortens it."""
-        return (self.summary or self.generate_summary or "none") != "none"
 
 
 class FunctionTool(ToolFunction, kw_only=True):
@@ -93,41 +59,22 @@ class FunctionTool(ToolFunction, kw_only=True):
     type: str
 
 
-class ResponseBody(SamplingFields, kw_only=True):
-    """The supported fields of a response."""
-
-    input: str | list[Any]
-    instructions: str | None = None
-    previous_response_id: str | None = None
-    store: bool = True
-    max_output_tokens: Positive | None = None
-    text: TextFields = msgspec.field(default_factory=TextFields)
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    include: list[str] | None = None
-    top_logprobs: TopLogprobs | None = None
-    metadata: Annotated[dict[_Key, _Value], msgspec.Meta(max_length=16)] | None = None
-    safety_identifier: str | None = None
-    reasoning: ReasoningFields = msgspec.field(default_factory=ReasoningFields)
-    client_metadata: dict[str, Any] | None = None
-
-    @property
-    def with_logprobs(self) -> bool:
-        """Whether log-probabilities are requested."""
-        return LOGPROBS in (self.include or ())
+def _with_logprobs(body: ResponseBody) -> bool:
+    return LOGPROBS in (body.include or ())
 
 
-_NEVER = (
-    "access_programs", "background_options", "image", "max_tool_calls", "moderation", "prompt",
-    "prompt_cache_options", "prompt_cache_retention",
-)  # fmt: skip
-NEUTRAL: Neutral = dict.fromkeys(_NEVER, ()) | {
-    "background": (False,),
-    "context_management": ([],),
-    "stream_options": ({"include_obfuscation": False},),
-    "truncation": ("disabled",),
-}
+# Tools that OpenAI's service runs itself.
+_HOSTED = {
+    "code_interpreter", "file_search", "image_generation", "tool_search", "web_search",
+    "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
+}  # fmt: skip
+
+
+def _function(value: Any, at: str, namespace: str = "") -> dict[str, Any]:
+    """A tool in OpenAI's chat format; a namespace is a part of its name."""
+    require_function(value, at)
+    function = msgspec.structs.asdict(convert(value, FunctionTool, at))
+    return {"type": function.pop("type"), "function": function | {"name": namespace + function["name"]}}
 
 
 def use_of(body: ResponseBody) -> tuple[ToolUse, Grammar | None]:
@@ -144,18 +91,26 @@ def use_of(body: ResponseBody) -> tuple[ToolUse, Grammar | None]:
         )
     for each in body.include or ():
         if each not in (LOGPROBS, SEALED):
-            raise ApiError(f"include is {LOGPROBS} or {SEALED}, got {each!r:.80}", param="include")
-    tools = []
+            # More of tools that this service does not run.
+            ignore(f"include.{each}")
+    tools: list[Any] = []
     for index, value in enumerate(body.tools or ()):
-        require_function(value, at := f"tools[{index}]")
-        function = msgspec.structs.asdict(convert(value, FunctionTool, at))
-        tools.append({"type": function.pop("type"), "function": function})
+        kind = value.get("type") if isinstance(value, Mapping) else None
+        if kind in _HOSTED:
+            # A tool that only OpenAI's service runs: the model is not told of it.
+            ignore(f"tools[{index}].{kind}")
+        elif kind == "namespace":
+            inner = value.get("tools")
+            for place, each in enumerate(inner if isinstance(inner, list) else ()):
+                tools.append(_function(each, f"tools[{index}].tools[{place}]", f"{value.get('name')}."))
+        else:
+            tools.append(_function(value, f"tools[{index}]"))
     use = tools_of(tools, openai_choice(body.tool_choice, body.parallel_tool_calls))
     form = body.text.format or TextFormat()
     if form.type == "json_schema" and not form.name:
         raise ApiError("text.format of the type json_schema needs a name", param="text.format.name")
     grammar = format_grammar(form.type, form.schema, "text.format")
-    if use.tools and body.with_logprobs:
+    if use.tools and _with_logprobs(body):
         # Tokens of calls are not part of the text, and cannot be told apart.
         raise ApiError(f"tools cannot be combined with {LOGPROBS}", param="include")
     return use, grammar
@@ -174,17 +129,17 @@ def settings_of(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> 
     schema = {name: getattr(form, name) for name in ("name", "schema", "strict", "description")}
     settings = {name: getattr(body, name) for name in _SETTINGS} | {
         "model": model,
-        "background": False,
+        "background": body.background,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {name: getattr(body.reasoning, name) for name in ("effort", "summary")},
         "temperature": sampling["temperature"],
         "text": {"format": {"type": form.type} | (schema if form.type == "json_schema" else {})},
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [msgspec.to_builtins(convert(each, FunctionTool)) for each in body.tools or ()],
+        "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": sampling.get("top_p", 1.0),
-        "truncation": "disabled",
+        "truncation": body.truncation,
     }
     return settings | ({} if body.service_tier is None else {"service_tier": body.service_tier})
 
@@ -198,7 +153,7 @@ _MAX_LISTED, _LISTED = 100, 20
 
 async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Makes a response, as a whole or as server-sent events."""
-    body = state.body(request, ResponseBody, NEUTRAL)
+    body = state.body(request, RESPONSE)
     facts, adapter = state.model(body.model)
     use, grammar = use_of(body)
     reasoning = reasoning_in(
@@ -207,19 +162,30 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
         Switch("budget", body.reasoning.max_tokens, "reasoning.max_tokens"),
     )  # fmt: skip
     items, messages, context, context_tokens = await _history(state, request, body)
+    if body.background and (body.stream or not body.store):
+        message = "a response in the background is stored, and polled: leave stream out, and store too"
+        raise ApiError(message, param="background")
     prompt = await state.conversation(request.app, messages, use.tools, template_options=reasoning.options)
+    if body.truncation == "auto":
+        if context:
+            raise ApiError("a context is not truncated; leave truncation out", param="truncation")
+        prompt = await _fitting(state, prompt, body.max_output_tokens)
     params = AnswerParams(
         adapter=adapter,
         max_tokens=body.max_output_tokens,
         use=use,
         reasoning=reasoning,
         grammar=grammar,
-        top_logprobs=requested_logprobs(body.top_logprobs, body.with_logprobs, f"include to have {LOGPROBS}"),
+        top_logprobs=requested_logprobs(
+            body.top_logprobs, _with_logprobs(body), f"include to have {LOGPROBS}"
+        ),
         context=context,
         context_tokens=context_tokens,
     )
     answer = await answer_of(state, request, body, (prompt,), params)
-    writer = _ResponseWriter(state, answer, body, items, body.model or facts.name)
+    writer = ResponseWriter(state, answer, body, items, body.model or facts.name)
+    if body.background:
+        return state.background.start(request.app, answer, writer)
     if body.stream:
         return await answer.streamed(writer.frames, writer.failed)
     async with contextlib.aclosing(answer.news()) as news:
@@ -228,23 +194,71 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
     return await writer.ended()
 
 
-async def get(state: ApiState, request: ApiRequest) -> Response:
-    """Returns a stored response."""
+async def count_tokens(state: ApiState, request: ApiRequest) -> dict[str, Any]:
+    """Counts the tokens of a response's prompt."""
+    body = state.body(request, RESPONSE)
+    state.model(body.model)
+    use, _ = use_of(body)
+    _, messages, context, _ = await _history(state, request, body)
+    if context:
+        raise ApiError("the tokens of a context are its own; leave it out", param="conversation")
+    prompt = await state.conversation(request.app, messages, use.tools)
+    return {"object": "response.input_tokens", "input_tokens": len(await prompt_ids_of(state, prompt))}
+
+
+async def get(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
+    """Returns a stored response, or one that runs in the background."""
     _query(request, {"stream": ("false",), **_INCLUDE})
+    running = state.background.response(request.app, request.path["name"])
+    if running is not None:
+        return running
     stored = await _stored(state, request)
     return Response(bytes(stored.response), media_type="application/json")
 
 
 async def delete(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     """Deletes a stored response."""
+    await state.background.cancel(request.app, request.path["name"])
     await asyncio.to_thread(state.responses.delete, request.app, request.path["name"])
     return {"id": request.path["name"], "object": "response", "deleted": True}
 
 
 async def cancel(state: ApiState, request: ApiRequest) -> Response:
-    """Refuses: no response runs in the background."""
-    await _stored(state, request)
-    raise ApiError("only responses made in the background can be cancelled; close the connection instead")
+    """Cancels a response that runs in the background; one that has ended stays as it is."""
+    await state.background.cancel(request.app, request.path["name"])
+    stored = await _stored(state, request)
+    if not msgspec.json.decode(stored.response)["background"]:
+        raise ApiError("only responses made in the background can be cancelled")
+    return Response(bytes(stored.response), media_type="application/json")
+
+
+async def _fitting(state: ApiState, prompt: Conversation, most: int | None) -> Conversation:
+    """A conversation without its oldest turns, as many as must go so that it fits the window with its answer.
+    Instructions stay, and the last turn."""
+    window, messages = state.backend.facts().window_tokens, prompt.messages
+    room = window - min(window // 2, state.max_tokens if most is None else most)
+    first = next((index for index, each in enumerate(messages) if each["role"] != "system"), 0)
+    # Turns begin with a user's message, so that no result of a tool loses its call.
+    starts = [index for index in range(first, len(messages)) if messages[index]["role"] == "user"]
+    if prompt.images or not starts:
+        return prompt
+
+    def without(start: int) -> Conversation:
+        return dataclasses.replace(prompt, messages=(*messages[:first], *messages[start:]))
+
+    async def fits(conversation: Conversation) -> bool:
+        try:
+            return len(await prompt_ids_of(state, conversation)) <= room
+        except ContextOverflow:
+            return False
+
+    if await fits(prompt):
+        return prompt
+    low, high = 0, len(starts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if await fits(without(starts[middle])) else (middle + 1, high)
+    return without(starts[low])
 
 
 async def input_items(state: ApiState, request: ApiRequest) -> dict[str, Any]:
@@ -277,7 +291,7 @@ async def _stored(state: ApiState, request: ApiRequest) -> StoredResponse:
     return await asyncio.to_thread(state.responses.get, request.app, request.path["name"])
 
 
-class _ResponseWriter:
+class ResponseWriter:
     """A response while it is generated, as a whole or as events, and then stored: messages and calls of
     functions, in the order of the answer."""
 
@@ -285,7 +299,7 @@ class _ResponseWriter:
         self, state: ApiState, answer: Answer, body: ResponseBody, items: Sequence[dict[str, Any]], model: str
     ) -> None:
         self._state, self._answer, self._body, self._items, self._model = state, answer, body, items, model
-        self._id, self._created_s, self._numbers = new_id("resp_"), now_s(), itertools.count()
+        self.id, self._created_s, self._numbers = new_id("resp_"), now_s(), itertools.count()
         self._sampling, self._logged = sampling_of(state, body), LoggedText(state)
         # Complete items, and the current one with the pieces of its text: a message, reasoning or a call.
         self._output: list[dict[str, Any]] = []
@@ -294,8 +308,9 @@ class _ResponseWriter:
         self._logprobs: list[dict[str, Any]] = []
 
     async def frames(self, news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
+        """The events of an answer."""
         for kind in ("response.created", "response.in_progress"):
-            yield self._event(kind, response=self._response("in_progress"))
+            yield self._event(kind, response=self.response("in_progress"))
         async for choice in news:
             for kind, fields in await self.take(choice):
                 yield self._event(f"response.{kind}", **fields)
@@ -306,14 +321,17 @@ class _ResponseWriter:
         """The events of an error."""
         body = openai_body(error)["error"]
         event = self._event("error", message=body["message"], code=body["code"], param=body["param"])
-        # The only code of OpenAI's that fits every failure.
-        failed = {"error": {"code": "server_error", "message": body["message"]}}
-        return event + self._event("response.failed", response=self._response("failed") | failed)
+        return event + self._event("response.failed", response=self.failure(error))
+
+    def failure(self, error: ApiError) -> dict[str, Any]:
+        """The response after an error, with the only code of OpenAI's that fits every failure."""
+        failed = {"error": {"code": "server_error", "message": str(error)}}
+        return self.response("failed") | failed
 
     async def take(self, choice: Choice) -> list[_Fields]:
         """Adds the news of the answer; returns their events."""
         events: list[_Fields] = []
-        logprobs = chat_logprobs(await self._logged.take(choice)) if self._body.with_logprobs else []
+        logprobs = chat_logprobs(await self._logged.take(choice)) if _with_logprobs(self._body) else []
         for part in choice.new:
             events += self._written(part)
         if logprobs:
@@ -343,12 +361,20 @@ class _ResponseWriter:
                 yield self._at(f"{self._word}.delta", delta=part.text)
             case CallBegins():
                 yield from self._close("completed")
-                yield from self._begin("function_call", call_id=part.id, name=part.name, arguments="")
+                yield from self._begin(
+                    "function_call", call_id=part.id, arguments="", **self._named(part.name)
+                )
             case CallArguments():
                 self._texts.append(part.text)
                 yield self._at("function_call_arguments.delta", delta=part.text)
             case CallEnds():
                 yield from self._close("completed")
+
+    def _named(self, name: str) -> dict[str, str]:
+        """The fields of a function's name, with its namespace if it has one."""
+        spaces = (each.get("name") for each in self._body.tools or () if each.get("type") == "namespace")
+        space = next((each for each in spaces if name.startswith(f"{each}.")), None)
+        return {"name": name} if space is None else {"name": name[len(space) + 1 :], "namespace": space}
 
     def _begin(self, kind: str, **fields: Any) -> Iterator[_Fields]:
         """Begins an item, unless it goes on."""
@@ -426,13 +452,16 @@ class _ResponseWriter:
     async def ended(self) -> dict[str, Any]:
         """The complete response, stored if requested."""
         (choice,) = self._answer.choices
-        end = choice.ended
-        assert end is not None
-        response = self._response(_status(choice.finish_reason))
+        return await self.stored(self.response(_status(choice.finish_reason)))
+
+    async def stored(self, response: dict[str, Any]) -> dict[str, Any]:
+        """A response, after it was stored if requested."""
+        (choice,) = self._answer.choices
         if self._body.store:
             raw, items = (msgspec.Raw(msgspec.json.encode(each)) for each in (response, self._items))
+            context, tokens = (choice.ended.context, choice.ended.context_tokens) if choice.ended else ("", 0)
             stored = StoredResponse(
-                id=self._id, response=raw, items=items, context=end.context, context_tokens=end.context_tokens
+                id=self.id, response=raw, items=items, context=context, context_tokens=tokens
             )
             keep = functools.partial(self._state.responses.keep, choice.job.call.app, stored)
             try:
@@ -442,7 +471,7 @@ class _ResponseWriter:
                 _log.error("a response could not be stored: %s", error)
         return response
 
-    def _response(self, status: str) -> dict[str, Any]:
+    def response(self, status: str) -> dict[str, Any]:
         """The response object so far."""
         (choice,) = self._answer.choices
         context = choice.ended.context if choice.ended else choice.job.call.context
@@ -455,7 +484,7 @@ class _ResponseWriter:
             "total_tokens": prompt + written,
         }
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created_s,
             "completed_at": now_s() if status == "completed" else None,

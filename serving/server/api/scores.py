@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 
 from jaxllm.serving.engine.decoding import TokenLogprob
-from jaxllm.serving.server.api.answers import TopLogprobs
 from jaxllm.serving.server.api.errors import ApiError
+from jaxllm.serving.server.api.fields import TopLogprobs
 from jaxllm.serving.server.api.logprobs import LoggedToken, completion_logprobs, finite, text_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState
 from jaxllm.serving.server.calls import CallPrompt, TextToScore, images_of

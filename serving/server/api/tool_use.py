@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxllm.serving.server.api.dialect import convert
 from jaxllm.serving.server.api.errors import ApiError
-from jaxllm.serving.server.api.requests import convert
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_TOOLS = 128
 
 
-class ToolFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ToolFunction(msgspec.Struct, kw_only=True):
     """The function of a tool."""
 
     name: str
@@ -23,7 +23,7 @@ class ToolFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Tool(msgspec.Struct, kw_only=True):
     """A tool in OpenAI's chat format."""
 
     type: Literal["function"]

@@ -85,6 +85,7 @@ class FakeBackend:
         self.progress: Mapping[str, int] | None = None
         self.opens_thought, self.obeys = False, True
         self.stop_string: str | None = None
+        self.infill: tuple[str, ...] = ()
         self.alive = self.ready = True
         self.tickets: list[FakeTicket] = []
         self.kept: dict[tuple[str, str], ContextFacts] = {}
@@ -102,7 +103,9 @@ class FakeBackend:
         return ModelFacts(
             name="tiny", window_tokens=128, vocab_size=300, levels=(70, 100), has_chat_template=True,
             adapters=tuple(self.named), opened_s=1.0, chat_template=self.template,
-            answer_format=answer_format(self.template), sampling=self.sampling,
+            answer_format=answer_format(self.template), sampling=self.sampling, infill=self.infill,
+            digest="d1" * 32, size_bytes=7, weights="int8", architecture="llama",
+            shape={"parameters": 6_500_000, "layers": 2, "heads": 4, "kv_heads": 2, "hidden_size": 8},
         )  # fmt: skip
 
     def submit(self, call: Call) -> FakeTicket:
@@ -113,7 +116,9 @@ class FakeBackend:
         self.tickets.append(FakeTicket(self, call))
         return self.tickets[-1]
 
-    async def tokenize(self, prompt: Conversation | str, *, special: bool = True) -> Sequence[int]:
+    async def tokenize(
+        self, prompt: Conversation | str, *, special: bool = True, longer: bool = False
+    ) -> Sequence[int]:
         text = prompt if isinstance(prompt, str) else await self.render(prompt)
         return list(text.encode())
 

@@ -8,12 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from jaxllm.serving.server.api import app as front
-from jaxllm.serving.server.api.anthropic import MessagesBody
-from jaxllm.serving.server.api.ollama import ChatBody as OllamaChatBody
-from jaxllm.serving.server.api.ollama import GenerateBody
-from jaxllm.serving.server.api.openai import CHAT_NEUTRAL, ChatBody, CompletionBody
-from jaxllm.serving.server.api.responses import NEUTRAL as RESPONSE_NEUTRAL
-from jaxllm.serving.server.api.responses import ResponseBody
+from jaxllm.serving.server.api.fields import DIALECTS
 from tests.serving.server.api.conftest import FakeBackend, Served
 from tests.serving.server.api.scripted import TEMPLATE
 
@@ -22,9 +17,8 @@ STATUSES = {200, 201, 400, 401, 404, 405, 408, 409, 413, 422, 429, 503, 507}
 STORED = "resp_stored"
 PATHS = [path.replace("{name}", STORED if "responses" in path else "c0") for _, path, _ in front._ROUTES]
 PATHS += ["/", "/v1/%ff", "/v1/contexts/%00"]
-KINDS = (ChatBody, CompletionBody, MessagesBody, GenerateBody, OllamaChatBody, ResponseBody)
-OWN = {"input", "content", "tokens", "level", "pinned", "name", "folder", "unknown"}
-FIELDS = sorted({*CHAT_NEUTRAL, *RESPONSE_NEUTRAL, *OWN}.union(*(kind.__struct_fields__ for kind in KINDS)))
+OWN = {"content", "tokens", "level", "pinned", "name", "folder", "unknown"}
+FIELDS = sorted(OWN.union(*({name.partition(".")[0] for name in each.names} for each in DIALECTS)))
 MESSAGES = [{"role": "user", "content": "Hi"}]
 LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.just(10**30), st.floats(), st.text(max_size=8),
@@ -35,7 +29,7 @@ LEAVES = st.one_of(
 NAMES = st.sampled_from(
     ["type", "name", "role", "content", "text", "function", "id", "ttft_ms", "tpot_ms", "regex", "call_id",
      "arguments", "output", "format", "schema", "effort", "budget_tokens", "thinking", "signature", "summary",
-     "encrypted_content", "mode", "tools", "allowed_tools"]
+     "encrypted_content", "mode", "tools", "allowed_tools", "gbnf", "choice", "num_predict", "mirostat"]
 )  # fmt: skip
 VALUES = st.recursive(
     LEAVES,

@@ -66,12 +66,15 @@ def test_an_error_in_mid_stream_is_told(served: Served) -> None:
 
 
 WRONG = [
-    ({"nonsense": 1}, "nonsense"), ({"store": True}, "store"), ({"store": 0}, "store"),
-    ({"audio": {}}, "audio"), ({"max_tokens": "x"}, "max_tokens"), ({"n": 5}, None), ({"n": 0}, "n"),
-    ({"top_logprobs": 2}, "top_logprobs"), ({"logit_bias": {"x": 1}}, "logit_bias"), ({"stop": [""]}, "stop"),
+    ({"nonsense": 1, "strict_fields": True}, "nonsense"), ({"max_tokens": "x"}, "max_tokens"),
+    ({"n": 5}, None), ({"n": 0}, "n"),
+    ({"top_logprobs": 2}, "top_logprobs"), ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": [["a", True]]}, "logit_bias"),
     ({"tool_choice": "required"}, "tool_choice"), ({"slo": {"ttft_ms": 1}}, "slo"), ({"grammar": {}}, "grammar"),  # noqa: E501
     ({"service_tier": "scale"}, "service_tier"), ({"messages": []}, "messages"),
-    ({"messages": [0] * 8193}, "messages"), ({"seed": -1}, None),
+    ({"messages": [0] * 8193}, "messages"), ({"seed": -2}, None), ({"min_tokens": 3}, "min_tokens"),
+    ({"structured_outputs": {"choice": []}}, "grammar"),
+    ({"grammar": "root ::= " + "(" * 9000}, "grammar"), ({"grammar": "root ::= x" * 2000}, "grammar"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
     ({"reasoning_effort": "low"}, "reasoning_effort"), ({"reasoning_effort": "x"}, "reasoning_effort"),
     ({"enable_thinking": True}, "enable_thinking"),
@@ -92,7 +95,7 @@ def test_wrong_fields_are_named_and_neutral_values_and_nulls_accepted(served: Se
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param
         assert served.backend.tickets == []
-    neutral = {"store": False, "modalities": ["text"], "audio": None, "stop": None, "service_tier": "flex"}
+    neutral = {"modalities": ["text"], "audio": None, "stop": None, "service_tier": "flex"}
     assert served.post("/v1/chat/completions", CHAT | neutral).status_code == 200
     assert served.backend.calls[0].priority == "background"
 

@@ -219,7 +219,8 @@ def test_one_app_never_has_anothers_response(served: Served) -> None:
 
 
 WRONG = [
-    ({"nonsense": 1}, "nonsense"), ({"background": True}, "background"), ({"prompt": {"id": "x"}}, "prompt"),
+    ({"nonsense": 1, "strict_fields": True}, "nonsense"), ({"background": 1}, "background"),
+    ({"prompt": {"id": "x"}}, "prompt"),
     ({"reasoning": {"effort": "high"}}, "reasoning.effort"), ({"input": []}, "input"),
     ({"input": [1]}, "input[0]"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
@@ -229,11 +230,10 @@ WRONG = [
     ({"input": [{"type": "function_call_output", "call_id": "x", "output": [{}]}]}, "input[0].output"),
     ({"input": [{"type": "function_call", "call_id": "x", "name": "y", "arguments": "["}]}, "input[0].arguments"),  # noqa: E501
     ({"max_output_tokens": 0}, "max_output_tokens"), ({"top_logprobs": 2}, "top_logprobs"),
-    ({"include": ["file_search_call.results"]}, "include"), ({"reasoning": {"kind": 1}}, "reasoning"),
+    ({"truncation": "some"}, "truncation"), ({"reasoning": {"summary": 1}}, "reasoning.summary"),
     ({"input": [{"type": "reasoning", "summary": [{"type": "x"}]}]}, "input[0]"),
-    ({"include": LOGPROBS, "tools": [TOOL]}, "include"), ({"tools": [{"type": "web_search"}]}, "tools[0].type"),  # noqa: E501
+    ({"include": LOGPROBS, "tools": [TOOL]}, "include"), ({"tools": [{"type": "mcp"}]}, "tools[0].type"),
     ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-    ({"text": {"verbosity": "low"}}, "text.verbosity"),
     ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
     ({"metadata": {"k": "v" * 513}}, "metadata[...]"), ({"conversation": {}}, "conversation"),
