@@ -2,13 +2,20 @@
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
 
+from jaxllm.serving.server.api.choices import Choice
 from jaxllm.serving.server.api.errors import ApiError, api_error
 
-if TYPE_CHECKING:
-    from jaxllm.serving.server.api.answers import Answer
-    from jaxllm.serving.server.api.choices import Choice
+
+class Answering(Protocol):
+    """See `jaxllm.serving.server.api.answers.Answer`."""
+
+    @property
+    def choices(self) -> Sequence[Choice]: ...  # noqa: D102
+    def news(self) -> AsyncGenerator[Choice, None]: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
 
 
 class Writer(Protocol):
@@ -16,7 +23,7 @@ class Writer(Protocol):
 
     id: str
 
-    async def take(self, choice: "Choice") -> Any: ...  # noqa: D102
+    async def take(self, choice: Choice) -> Any: ...  # noqa: D102
     async def ended(self) -> Any: ...  # noqa: D102
     async def stored(self, response: dict[str, Any]) -> Any: ...  # noqa: D102
     def response(self, status: str) -> dict[str, Any]: ...  # noqa: D102
@@ -27,9 +34,9 @@ class Background:
     """The running responses of all apps, by app and id. For one loop. They count as calls to all limits."""
 
     def __init__(self) -> None:
-        self._running: dict[tuple[str, str], tuple[Answer, Writer, asyncio.Task[None]]] = {}
+        self._running: dict[tuple[str, str], tuple[Answering, Writer, asyncio.Task[None]]] = {}
 
-    def start(self, app: str, answer: "Answer", writer: Writer) -> dict[str, Any]:
+    def start(self, app: str, answer: Answering, writer: Writer) -> dict[str, Any]:
         """Begins to generate; returns the response so far. It is stored when it ends, or fails."""
 
         async def run() -> None:
@@ -62,6 +69,6 @@ class Background:
             found[2].cancel()
             await asyncio.gather(found[2], return_exceptions=True)
 
-    def _response(self, answer: "Answer", writer: Writer) -> dict[str, Any]:
+    def _response(self, answer: Answering, writer: Writer) -> dict[str, Any]:
         started = answer.choices[0].started is not None
         return writer.response("in_progress" if started else "queued")
