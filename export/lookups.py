@@ -52,9 +52,8 @@ class _Graph:
             operators.append(operator)
         self.graph.operators = operators
         self.maker = {int(tensor): each for each in operators for tensor in each.outputs}
-        for operator in operators:
-            if self.kind(operator) == self.kinds.MUL:
-                self.fuse(operator)
+        for product in [each for each in operators if self.kind(each) == self.kinds.MUL]:
+            self.fuse(product)
         read, kept = {int(tensor) for tensor in self.graph.outputs}, []
         for operator in reversed(self.graph.operators):
             if read & {int(tensor) for tensor in operator.outputs}:
@@ -78,7 +77,7 @@ class _Graph:
             scaled = copy.copy(table)
             scaled.quantization = self.schema.QuantizationParametersT()
             scaled.quantization.scale = np.frombuffer(stored, np.float32)
-            scaled.quantization.zeroPoint = np.zeros(len(table.shape) and int(table.shape[0]), np.int64)
+            scaled.quantization.zeroPoint = np.zeros(int(table.shape[0]), np.int64)
             scaled.quantization.quantizedDimension = 0
             self.graph.tensors.append(scaled)
             found, lookup = self.tensor([count, int(table.shape[1])], types.FLOAT32), self.schema.OperatorT()
