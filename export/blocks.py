@@ -100,11 +100,11 @@ def put_blocks(schema: Any, model: Any, data: bytes, blocks: Mapping[str, Blocks
         return len(model.buffers) - 1
 
     seen = set()
-    for graph in model.subgraphs:
-        for operator in graph.operators:
+    for subgraph in model.subgraphs:
+        for operator in subgraph.operators:
             if model.operatorCodes[operator.opcodeIndex].builtinCode not in products:
                 continue
-            tensor = graph.tensors[int(operator.inputs[1])]
+            tensor = subgraph.tensors[int(operator.inputs[1])]
             if tensor.type != schema.TensorType.FLOAT32 or not tensor.buffer:
                 continue
             content = content_of(model.buffers[tensor.buffer], data)
@@ -124,14 +124,14 @@ def put_blocks(schema: Any, model: Any, data: bytes, blocks: Mapping[str, Blocks
             scales.type, scales.shape = schema.TensorType.FLOAT16, [rows, inputs // BLOCK]
             place = tensor.buffer
             tensor.buffer, scales.buffer = stored[place]
-            facts.scales, facts.zeroPoints, facts.blockSize = len(graph.tensors), -1, BLOCK
-            graph.tensors.append(scales)
+            facts.scales, facts.zeroPoints, facts.blockSize = len(subgraph.tensors), -1, BLOCK
+            subgraph.tensors.append(scales)
             tensor.type, tensor.quantization = schema.TensorType.INT4, schema.QuantizationParametersT()
             tensor.quantization.detailsType = schema.QuantizationDetails.BlockwiseQuantization
             tensor.quantization.details = facts
             seen.add(id(found))
     if missing := sorted(name for name, each in blocks.items() if id(each) not in seen):
         raise ConfigError(f"the converted model has no 4-bit product with {missing[0]}; export int8")
-    used = {each.buffer for graph in model.subgraphs for each in graph.tensors}
+    used = {each.buffer for subgraph in model.subgraphs for each in subgraph.tensors}
     for place in stored.keys() - used:
         model.buffers[place] = schema.BufferT()

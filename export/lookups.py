@@ -18,27 +18,27 @@ def content_of(buffer: Any, data: bytes) -> memoryview:
 
 
 def put_lookups(schema: Any, model: Any, data: bytes) -> None:
-    """Replaces the look-ups of rows in all graphs of a model.
+    """Replaces the look-ups of rows in all subgraphs of a model.
 
     Args:
       schema: the module of LiteRT's schema.
       model: the unpacked model, which is changed.
       data: its bytes, for constants.
     """
-    for graph in model.subgraphs:
-        _Graph(schema, model, graph, data).put_lookups()
+    for subgraph in model.subgraphs:
+        _Subgraph(schema, model, subgraph, data).put_lookups()
 
 
-class _Graph:
-    """One graph of a model, being changed."""
+class _Subgraph:
+    """One subgraph of a model, being changed."""
 
-    def __init__(self, schema: Any, model: Any, graph: Any, data: bytes) -> None:
-        self.schema, self.model, self.graph, self.data = schema, model, graph, data
+    def __init__(self, schema: Any, model: Any, subgraph: Any, data: bytes) -> None:
+        self.schema, self.model, self.subgraph, self.data = schema, model, subgraph, data
         self.kinds = schema.BuiltinOperator
 
     def put_lookups(self) -> None:
         operators: list[Any] = []
-        for operator in self.graph.operators:
+        for operator in self.subgraph.operators:
             if self.kind(operator) == self.kinds.GATHER_ND:
                 matrix, numbers = map(int, operator.inputs)
                 if self.shape(numbers)[1:] == [1]:
@@ -50,16 +50,16 @@ class _Graph:
                         operator, self.kinds.GATHER, self.schema.BuiltinOptions.GatherOptions, options
                     )
             operators.append(operator)
-        self.graph.operators = operators
+        self.subgraph.operators = operators
         self.maker = {int(tensor): each for each in operators for tensor in each.outputs}
         for product in [each for each in operators if self.kind(each) == self.kinds.MUL]:
             self.fuse(product)
-        read, kept = {int(tensor) for tensor in self.graph.outputs}, []
-        for operator in reversed(self.graph.operators):
+        read, kept = {int(tensor) for tensor in self.subgraph.outputs}, []
+        for operator in reversed(self.subgraph.operators):
             if read & {int(tensor) for tensor in operator.outputs}:
                 kept.append(operator)
                 read |= {int(tensor) for tensor in operator.inputs}
-        self.graph.operators = kept[::-1]
+        self.subgraph.operators = kept[::-1]
 
     def fuse(self, product: Any) -> None:
         """Makes the product of 8-bit rows and their scales one look-up, if it is one."""
@@ -69,29 +69,29 @@ class _Graph:
             factors = self.before(int(scales), (kinds.RESHAPE,))
             if not all(each is not None and self.kind(each) == kinds.GATHER for each in (levels, factors)):
                 continue
-            table, column = (self.graph.tensors[int(each.inputs[0])] for each in (levels, factors))
-            if table.type != types.INT8 or column.type != types.FLOAT32 or list(column.shape)[1:] != [1]:
+            matrix, column = (self.subgraph.tensors[int(each.inputs[0])] for each in (levels, factors))
+            if matrix.type != types.INT8 or column.type != types.FLOAT32 or list(column.shape)[1:] != [1]:
                 continue
             (count,), line = self.shape(int(levels.inputs[1])), int(levels.inputs[1])
             stored = content_of(self.model.buffers[column.buffer], self.data)
-            scaled = copy.copy(table)
+            scaled = copy.copy(matrix)
             scaled.quantization = self.schema.QuantizationParametersT()
             scaled.quantization.scale = np.frombuffer(stored, np.float32)
-            scaled.quantization.zeroPoint = np.zeros(int(table.shape[0]), np.int64)
+            scaled.quantization.zeroPoint = np.zeros(int(matrix.shape[0]), np.int64)
             scaled.quantization.quantizedDimension = 0
-            self.graph.tensors.append(scaled)
-            found, lookup = self.tensor([count, int(table.shape[1])], types.FLOAT32), self.schema.OperatorT()
-            lookup.inputs, lookup.outputs = [line, len(self.graph.tensors) - 2], [found]
+            self.subgraph.tensors.append(scaled)
+            found, lookup = self.tensor([count, int(matrix.shape[1])], types.FLOAT32), self.schema.OperatorT()
+            lookup.inputs, lookup.outputs = [line, len(self.subgraph.tensors) - 2], [found]
             self.become(lookup, kinds.EMBEDDING_LOOKUP, 0, None)
-            at = self.graph.operators.index(product)
-            self.graph.operators[at : at + 1] = [lookup, self.reshape(found, int(product.outputs[0]))]
+            at = self.subgraph.operators.index(product)
+            self.subgraph.operators[at : at + 1] = [lookup, self.reshape(found, int(product.outputs[0]))]
             return
 
     def kind(self, operator: Any) -> int:
         return self.model.operatorCodes[operator.opcodeIndex].builtinCode
 
     def shape(self, tensor: int) -> list[int]:
-        return [int(each) for each in self.graph.tensors[tensor].shape]
+        return [int(each) for each in self.subgraph.tensors[tensor].shape]
 
     def before(self, tensor: int, through: tuple[int, ...]) -> Any:
         """The operator that makes a tensor, before any of some kinds; None for an input."""
@@ -117,8 +117,8 @@ class _Graph:
             buffer = self.schema.BufferT()
             buffer.data, made.buffer = values.view(np.uint8), len(self.model.buffers)
             self.model.buffers.append(buffer)
-        self.graph.tensors.append(made)
-        return len(self.graph.tensors) - 1
+        self.subgraph.tensors.append(made)
+        return len(self.subgraph.tensors) - 1
 
     def reshape(self, source: int, target: int) -> Any:
         """A new operator that gives one tensor the shape of another."""

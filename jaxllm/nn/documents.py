@@ -210,5 +210,5 @@ def _added(bias: jax.Array | None, first: jax.Array, queries: int, keys: int, va
     lead = bias.shape[:2]
     rows = jnp.broadcast_to(window[:, :, None], (*lead, queries, width)).reshape(*lead, queries * width)
     rows = rows[:, :, queries - 1 : queries - 1 + queries * (width - 1)]
-    rows = rows.reshape(*lead, queries, width - 1)[..., :keys]
+    rows = rows.reshape(1, -1, queries, width - 1)[..., :keys]
     return rows + jnp.where(real, np.float32(0), np.float32(MASKED))

@@ -190,8 +190,8 @@ def attention(
     Args:
       q: queries `[B, T, K, G, H]`.
       k, v: keys and values `[B, K, S, H]`.
-      mask: `[T, S]` or `[B, T, S]` bool, True = attend; or `[K, G, T, S]` float32, added to scores
-        (relative positions), `MASKED` for keys that are not attended to.
+      mask: `[T, S]` or `[B, T, S]` bool, True = attend; or float32, added to scores `[B, K·G, T, S]`
+        (relative positions), with 1 for axes that share it, `MASKED` for keys that are not attended to.
       scale: factor of the scores.
       softcap: bound of scores by tanh when positive (Gemma 2).
       sink_logits: `[K, G]` float32, additional logits in the denominator of a head's softmax without a
@@ -254,7 +254,7 @@ def _masked(scores: jax.Array, q: jax.Array, mask: jax.Array, options: "Attentio
     # Masked by addition, not `where`: runtimes of exported programs have fast kernels only for addition. A
     # score vanishes in float32 rounding when added to MASKED, so the result is the same.
     if mask.dtype != jnp.bool_:
-        return _softmax(scores + mask.reshape(1, kv_heads * group, new, -1), options.sink_logits)
+        return _softmax(scores + mask, options.sink_logits)
     bias = jnp.where(mask, np.float32(0), np.float32(MASKED))
     return _softmax(scores + (bias[:, None] if mask.ndim == 3 else bias[None, None]), options.sink_logits)
 
@@ -479,12 +479,13 @@ def source_attention(
 
 
 def _biased(bias: jax.Array, at: TokenPositions, visible: jax.Array) -> jax.Array:
-    """Bias of scores `[K, G, T, S]` float32 (see `attention`), from `AttentionOptions.bias` and the
+    """Bias of scores `[1, K·G, T, S]` float32 (see `attention`), from `AttentionOptions.bias` and the
     mask `[T, S]`."""
     last = bias.shape[-1] - 1
     distance = at.positions[:, None] - at.stands(visible.shape[1])
     of_key = bias[:, :, last - jnp.clip(distance, 0, last)]
-    return of_key + jnp.where(visible, np.float32(0), np.float32(MASKED))
+    of_head = of_key.reshape(1, -1, *of_key.shape[2:])
+    return of_head + jnp.where(visible, np.float32(0), np.float32(MASKED))
 
 
 def _behind_chunks(

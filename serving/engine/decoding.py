@@ -1,16 +1,14 @@
-"""Decodes further tokens: plain blocks, with drafts (`jaxllm.serving.speculation`), or under a grammar, with
-log-probabilities."""
+"""Decodes further tokens in plain blocks; drafts are in `jaxllm.serving.speculation`, grammars and
+log-probabilities in `guided_decoding`."""
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxllm.errors import ConfigError
-from jaxllm.sampling_state import NO_TOKEN, SamplerState
-from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner, prefill_prompt
+from jaxllm.sampling_state import SamplerState
+from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner
 
 if TYPE_CHECKING:
     from jaxllm.serving.guided.compiler import Matcher
@@ -23,15 +21,6 @@ MAX_TOP_LOGPROBS = 20
 # A dispatch decodes as many tokens as fit this time, so that text streams, a cancel takes effect soon, and
 # few tokens are discarded after a stop string; small models still decode whole blocks.
 _DISPATCH_MS = 50.0
-# Longer runs of forced tokens are fed in several dispatches, so that text streams.
-_MOST_FORCED = 64
-# Shares of tokens that a grammar does not refuse, by whether it allows most tokens, before any is known.
-_FIRST_SHARES = {True: 0.97, False: 0.9}
-# Weight of a token in its share, and of the first share when a token was masked.
-_WEIGHT, _RETURN = 0.08, 0.02
-# Times relative to a token under its mask: of each further token of a block until it is known, and at most
-# (else a wrong one would never be measured again), and of a draft with its verification.
-_FURTHER, _MOST_FURTHER, _DRAFTED = 0.8, 0.9, 1.3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,274 +80,9 @@ class Decoding:
         return self.runner.decode(row)
 
 
-class GuidedDecoding(Decoding):
-    """Decodes one answer under a grammar, with log-probabilities, or both.
-
-    Tokens are sampled in two ways that give the same answer:
-      freely   several without a mask, plainly or with drafts, up to the first that the grammar refuses. A
-               token that is the best of all is the best of those allowed, too: the noise is the same. Not
-               for samplers that drop unlikely tokens, whose choice depends on the mask, and not for states,
-               which cannot be rolled back.
-      masked   one, with the mask added to the sampler's bias, so that all runners and buckets work unchanged.
-               Where the prefill of one token costs no more than its decoding, it begins before the mask is
-               there.
-    The shares of tokens that were not refused choose between them. Forced tokens are fed together as a
-    prefill chunk; a thought is decoded in blocks. Log-probabilities require the logits after each token, from
-    a prefill of one token.
-    """
-
-    def __init__(
-        self,
-        free: Decoding,
-        matcher: "AnyMatcher | None",
-        top_logprobs: int | None,
-        *,
-        filters: bool = False,
-    ) -> None:
-        """See the class.
-
-        Args:
-          free: decodes without masks.
-          matcher: the grammar's; None for any text.
-          top_logprobs: see `GenerationConfig`.
-          filters: whether the sampler drops unlikely tokens (see `Sampling.filters`).
-
-        Raises:
-          ConfigError: log-probabilities are requested from a level with int8 prefill only.
-        """
-        super().__init__(free.runner)
-        self._free, self.matcher, self._top = free, matcher, top_logprobs or 0
-        self.logprobs = None if top_logprobs is None else []
-        exact = getattr(self.runner.options, "exact_chunks", False)
-        self.waits = matcher is not None and exact and self._feeds_floats(1)
-        self._cannot_rollback = self.runner.cfg.states is not None
-        self._chances = None if filters or self._cannot_rollback else Chances()
-        # Whether the next tokens are sampled without a mask.
-        self._freely, self._began_s = False, 0.0
-        if self.logprobs is not None and not self._feeds_floats(1):
-            raise ConfigError(
-                "log-probabilities need prefill in floats, and this engine prefills in integers alone; open "
-                "it with --prefill auto or float"
-            )
-
-    def cache_tokens(self, tokens: int) -> int:
-        """See `Decoding`."""
-        return self._free.cache_tokens(tokens)
-
-    def limit(self, pace: int, remaining: int) -> int:
-        """See `Decoding`: in a thought as in a free answer; else the tokens that are worth sampling freely,
-        or the forced tokens plus one, regardless of the pace."""
-        self._began_s, self._freely = time.perf_counter(), False
-        if self.matcher is None or self.logprobs is not None:
-            return 1
-        if self.matcher.unbounded:
-            most = self.matcher.most_unbounded or remaining
-            one = self._cannot_rollback
-            return 1 if one else self._free.limit(pace, min(remaining, most))
-        if self.waits and not self.matcher.soon():
-            return min(remaining, _MOST_FORCED + 1)
-        limit = min(remaining, len(self.matcher.forced(_MOST_FORCED)) + 1)
-        if not self._jumps(limit - 1) and self._chances is not None:
-            most = self._free.limit(pace, remaining)
-            worth = self._chances.tokens(self.matcher.wide, most, one_pass=self._free.one_pass)
-            self._freely = worth > 0
-            return max(1, worth)
-        return limit if self._jumps(limit - 1) else 1
-
-    def first(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
-        """See `Decoding`: samples a token `[1]` from logits and advances the grammar."""
-        row = None if self.logprobs is None else np.asarray(logits)[0]
-        sampled, after = self.runner.sample(logits, self._masked(sampler))
-        chosen = np.asarray(sampled)
-        token = int(chosen[0])
-        if self.logprobs is not None and row is not None and token != NO_TOKEN:
-            self.logprobs.append(token_logprob(row, token, self._top))
-        self._take(token)
-        return chosen, _unmasked(after, sampler)
-
-    def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
-        """See `Decoding`. No tokens if the grammar turns out to allow none after the last one."""
-        if self.matcher is not None and self.logprobs is None and (self._freely or self.matcher.unbounded):
-            found = self._decode_freely(row, cached)
-            if found.tokens:
-                return found
-            row = dataclasses.replace(row, cache=found.cache, sampler=found.sampler, limit=1)
-            self._began_s = time.perf_counter()
-        cache, sampler, at = row.cache, row.sampler, len(cached)
-        fed, logits = [int(np.asarray(row.token)[0])], None
-        if self.waits and self.matcher is not None and not self.matcher.ready:
-            # The mask is computed meanwhile.
-            logits, cache = prefill_prompt(self.runner, cache, fed, at)
-        if self.matcher is not None and self.matcher.complete:
-            # Found after the step began. The last token is cached, as others are.
-            cache = prefill_prompt(self.runner, cache, fed, at)[1] if logits is None else cache
-            return DecodedRow([], cache, sampler)
-        forced = self._forced(row.limit - 1, sampler)
-        if forced or logits is not None or self.logprobs is not None:
-            if forced and self._cannot_rollback:
-                # The states are not rolled back over the last token, so that it is always fed alone.
-                cache = prefill_prompt(self.runner, cache, fed, at)[1] if logits is None else cache
-                fed, at = [], at + 1
-            if forced or logits is None:
-                # The last token is fed again: the chunk does not depend on when the mask came.
-                logits, cache = prefill_prompt(self.runner, cache, [*fed, *forced], at)
-            if forced and self.matcher is not None:
-                self.matcher.take(forced)
-                sampler = counted(sampler, forced)
-                if self.matcher.complete:
-                    # The cache is one token ahead, as after a stop string.
-                    return DecodedRow(forced, cache, sampler)
-            chosen, sampler = self.first(logits, sampler)
-            return DecodedRow([*forced, *chosen.tolist()], cache, sampler)
-        cache = dataclasses.replace(cache, length=np.int32(at))
-        found = self.runner.decode(
-            dataclasses.replace(row, cache=cache, sampler=self._masked(sampler), limit=1)
-        )
-        if self._chances is not None and self.matcher is not None:
-            self._chances.masked(time.perf_counter() - self._began_s)
-        self._take(found.tokens[0])
-        return dataclasses.replace(found, sampler=_unmasked(found.sampler, sampler))
-
-    def _decode_freely(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
-        """Decodes tokens without a mask, up to the first that the grammar refuses or the end of a thought."""
-        matcher: Any = self.matcher
-        wide = None if matcher.unbounded else matcher.wide
-        # The dispatch may take the arrays.
-        counts, drawn = np.array(row.sampler.counts), np.array(row.sampler.drawn)
-        cache = dataclasses.replace(row.cache, length=np.int32(len(cached)))
-        sampler = self._masked(row.sampler) if wide is None else row.sampler
-        found = self._free.decode(dataclasses.replace(row, cache=cache, sampler=sampler), cached)
-        tokens, sampler = found.tokens, _unmasked(found.sampler, row.sampler)
-        if NO_TOKEN in tokens:
-            return dataclasses.replace(found, sampler=sampler)
-        kept = matcher.offer(tokens, self._jumps)
-        if wide is not None and self._chances is not None:
-            took_s = time.perf_counter() - self._began_s
-            refused = kept < len(tokens) and not self._jumps(len(matcher.forced(_MOST_FORCED)))
-            self._chances.offered(wide, kept, len(tokens), refused=refused, took_s=took_s)
-        if kept == len(tokens):
-            return dataclasses.replace(found, sampler=sampler)
-        # The attention mass of what is cut stays: so few tokens hardly change it.
-        progress: Any = (counts, drawn)
-        sampler, accepted = counted(sampler.after(progress), tokens[:kept]), found.accepted
-        accepted = None if accepted is None else min(accepted, kept)
-        return DecodedRow(tokens[:kept], found.cache, sampler, accepted)
-
-    def _take(self, token: int) -> None:
-        if self.matcher is not None and token != NO_TOKEN:
-            self.matcher.take([token])
-
-    def _forced(self, most: int, sampler: SamplerState) -> list[int]:
-        """The next forced tokens, up to one that the bias forbids."""
-        if self.matcher is None or most < 1 or self.logprobs is not None:
-            return []
-        forced = self.matcher.forced(most)
-        forced = forced if self._jumps(len(forced)) else []
-        forbidden = np.isneginf(np.asarray(sampler.bias)[forced])
-        return forced[: int(forbidden.argmax())] if forbidden.any() else forced
-
-    def _masked(self, sampler: SamplerState) -> SamplerState:
-        """The sampler with all tokens masked that the grammar does not allow."""
-        if self.matcher is None:
-            return sampler
-        allowed = self.matcher.allowed()
-        bias = np.where(allowed, np.asarray(sampler.bias), np.float32(-np.inf))
-        if np.isneginf(bias).all():
-            some = np.flatnonzero(allowed)
-            raise ConfigError(
-                f"logit_bias forbids every token that the grammar allows here ({len(some)}, such as "
-                f"{some[:4].tolist()}); allow one of them, or change the grammar"
-            )
-        masked: Any = {"bias": bias, "penalized": np.bool_(True)}
-        return dataclasses.replace(sampler, **masked)
-
-    def _jumps(self, forced: int) -> bool:
-        """Whether so many forced tokens are fed as a chunk, which rounds otherwise than decoding."""
-        return forced > 0 and self._feeds_floats(min(forced, _MOST_FORCED) + 1)
-
-    def _feeds_floats(self, tokens: int) -> bool:
-        return self.runner.prefill_chunks(tokens)[0].mode == "float"
-
-
-class Chances:
-    """How many tokens are worth sampling without a mask, by the shares that the grammar did not refuse and
-    the times of dispatches."""
-
-    def __init__(self) -> None:
-        # The share where most tokens are allowed, and elsewhere.
-        self._shares = dict(_FIRST_SHARES)
-        self._refused = False
-        # Time of a token under its mask, and of each further token of a block; 0 until they are known.
-        self._masked_s = self._further_s = 0.0
-
-    def tokens(self, wide: bool, most: int, *, one_pass: bool) -> int:
-        """Number of tokens to sample in the next dispatch, at most `most`; 0 to sample one under its mask.
-
-        Args:
-          wide: whether the mask allows most tokens.
-          most: limit of the dispatch.
-          one_pass: see `Decoding`.
-        """
-        if self._refused or most < 2:
-            # The next token is known to need its mask.
-            return 0
-        further = self._further_s / self._masked_s if self._further_s and self._masked_s else _FURTHER
-        first, further = (_DRAFTED, 0.0) if one_pass else (1.0, min(further, _MOST_FURTHER))
-        share = self._shares[wide]
-        # A token is used if none before it was refused; a token under a mask costs 1.
-        counts = np.arange(1, most + 1)
-        rates = np.cumsum(share**counts) / (first + further * (counts - 1))
-        best = int(rates.argmax())
-        return best + 1 if rates[best] > 1 else 0
-
-    def offered(self, wide: bool, kept: int, tokens: int, *, refused: bool, took_s: float) -> None:
-        """Learns from tokens of one dispatch, of which the first `kept` were used; the next was `refused`, or
-        is fed in another way."""
-        self._refused = refused
-        for each in range(min(kept + 1, tokens)):
-            self._shares[wide] += _WEIGHT * ((each < kept) - self._shares[wide])
-        if tokens > 1 and took_s > self._masked_s > 0:
-            self._further_s = _mean(self._further_s, (took_s - self._masked_s) / (tokens - 1))
-
-    def masked(self, took_s: float) -> None:
-        """Learns from a token under its mask; what was refused often is tried again later."""
-        self._refused = False
-        for wide, first in _FIRST_SHARES.items():
-            self._shares[wide] += _RETURN * (first - self._shares[wide])
-        self._masked_s = _mean(self._masked_s, took_s)
-
-
 def pace(tpot_ms: float) -> int:
     """Tokens per dispatch for a time per token."""
     return max(1, int(_DISPATCH_MS / max(tpot_ms, 1e-3)))
-
-
-def token_logprob(logits: np.ndarray, token: int, top: int) -> TokenLogprob:
-    """The log-probability of a token and those of the likeliest ones.
-
-    Args:
-      logits: `[V]` float32, all finite or -inf, before bias, penalties and temperature.
-      token: id of the token.
-      top: number of most likely tokens; of equal ones those of lower ids.
-    """
-    largest = logits.max()
-    shift = float(largest) + float(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
-    likeliest = []
-    if top:
-        least = np.partition(logits, -top)[-top] if top < len(logits) else logits.min()
-        candidates = np.flatnonzero(logits >= least)
-        likeliest = candidates[np.argsort(-logits[candidates], kind="stable")][:top].tolist()
-    return TokenLogprob(
-        token, float(logits[token]) - shift, tuple((each, float(logits[each]) - shift) for each in likeliest)
-    )
-
-
-def _mean(before: float, value: float) -> float:
-    return before + 0.2 * (value - before) if before else value
-
-
-def _unmasked(sampler: SamplerState, before: SamplerState) -> SamplerState:
-    return dataclasses.replace(sampler, bias=before.bias, penalized=before.penalized)
 
 
 def counted(sampler: SamplerState, tokens: Sequence[int] | np.ndarray) -> SamplerState:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.serving.engine.decoding import Decoding, GuidedDecoding
+from jaxllm.serving.engine.decoding import Decoding
 from jaxllm.serving.engine.request import GenerationConfig, Request, Session, Sliding, start_ids
 from jaxllm.serving.engine.step import Answer
 from jaxllm.serving.host.progress import Progress
@@ -349,6 +349,9 @@ class Engine(Generic[AnyModel]):
             from jaxllm.serving.guided.thought import matcher_of
 
             matcher = matcher_of(self.grammars, self.tokenizer, config.grammar, stop_ids, most)
+        # Most processes have neither grammars nor log-probabilities.
+        from jaxllm.serving.engine.guided_decoding import GuidedDecoding
+
         return GuidedDecoding(decoding, matcher, config.top_logprobs, filters=config.sampling.filters)
 
     def submit(self, request: Request, *, session: Session | None = None) -> Answer:

@@ -74,7 +74,7 @@ class GenerationConfig:
 
     @property
     def guided(self) -> bool:
-        """Whether the answer is decoded by `GuidedDecoding`."""
+        """Whether the answer is decoded by `guided_decoding.GuidedDecoding`."""
         return self.grammar is not None or self.top_logprobs is not None
 
     def stop_ids(self, eos_ids: Sequence[int]) -> np.ndarray:

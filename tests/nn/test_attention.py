@@ -186,7 +186,7 @@ def test_blocks_are_the_whole(biased, count, valid, block):
         mask = np.broadcast_to(real, (count, count))
     else:
         by_pair = bias[:, :, at[None, :] - at[:, None] + count - 1]
-        mask = by_pair + np.where(real, np.float32(0), np.float32(MASKED))
+        mask = (by_pair + np.where(real, np.float32(0), np.float32(MASKED))).reshape(1, -1, count, count)
     wanted = attention(q, k, v, jnp.asarray(mask), scale=0.5)[:, :valid]
     found = source_self_attention(q, k, v, bias, jnp.int32(valid), scale=0.5, block_tokens=block)
     np.testing.assert_allclose(found[:, :valid], wanted, atol=1e-6)

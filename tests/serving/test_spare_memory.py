@@ -5,6 +5,7 @@ import concurrent.futures
 import dataclasses
 import re
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -101,23 +102,33 @@ def test_a_service_says_what_its_memory_holds(tmp_path, cache):
     model = write_tiny_bundle(tmp_path / "tiny.jaxllm", "int8")
     with Process(tmp_path, "--model", model, "--http", "127.0.0.1:0") as process:
         url = process.ready()
-        stored = {*cache.rglob("*.graph")}
 
         def call(number):
             body = {"prompt": f"hello {number}", "max_tokens": 24, "temperature": 0}
             assert httpx.post(url + "/v1/completions", json=body, timeout=60).status_code == 200
 
         call(0)
-        found = dict(re.findall(r"(?m)^jaxllm_memory_(\S+) (\S+)$", httpx.get(url + "/metrics").text))
-        found = {name: float(value) for name, value in found.items()}
-        parts, pages = (
-            {name.split('"')[1]: value for name, value in found.items() if name.startswith(kind)}
-            for kind in ("part", "pages")
-        )
+
+        def held():
+            """Bytes by name, by part and by kind of page."""
+            found = re.findall(r"(?m)^jaxllm_memory_(\S+) (\S+)$", httpx.get(url + "/metrics").text)
+            named = {name: float(value) for name, value in found}
+            return named, *(
+                {name.split('"')[1]: value for name, value in named.items() if name.startswith(kind)}
+                for kind in ("part", "pages")
+            )
+
+        found, parts, pages = held()
         assert sum(parts.values()) == sum(pages.values()) == found["bytes"]
         assert {"python", "jax", "tokenizer", "weights", "buckets", "libraries", "kv", "rest"} <= {*parts}
         assert abs(parts["rest"]) < 0.25 * found["bytes"]
-        assert found["bytes"] + found["children_bytes"] - parts["weights"] - parts["prefixes"] < MOST_BYTES
+        until = time.monotonic() + 120
+        while found["bytes"] + found["children_bytes"] - parts["weights"] - parts["prefixes"] >= MOST_BYTES:
+            # Another process compiles at a first start what only some calls need.
+            assert time.monotonic() < until, found
+            time.sleep(1)
+            found, parts, pages = held()
+        stored = {*cache.rglob("*.graph")}
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             [*pool.map(call, range(24))]
         assert {*cache.rglob("*.graph")} == stored != set()

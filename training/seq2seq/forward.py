@@ -274,24 +274,24 @@ def _attending(bias: jax.Array, cfg: ModelConfig, kept: KeysValues | None = None
 
 
 def _causal(params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfig) -> jax.Array:
-    """Bias of the scores of the decoder's own tokens, `[K, T, 1, S]` float32."""
+    """Bias of the scores of the decoder's own tokens, `[1, K, T, S]` float32."""
     hidden = jnp.where(keys[None, :] <= queries[:, None], np.float32(0), np.float32(MASKED))
-    return _relative(params, queries, keys, cfg, both_ways=False) + hidden[:, None]
+    return _relative(params, queries, keys, cfg, both_ways=False) + hidden
 
 
 def _relative(
     params: Params, queries: jax.Array, keys: jax.Array, cfg: ModelConfig, *, both_ways: bool
 ) -> jax.Array:
-    """Bias of scores by relative positions, `[K, T, 1, S]` float32."""
+    """Bias of scores by relative positions, `[1, K, T, S]` float32."""
     # A product has a product as gradient; that of a lookup is a slow scatter.
     biases = position_biases(params, keys[None, :] - queries[:, None], cfg, both_ways=both_ways, lookup=False)
-    return biases.transpose(2, 0, 1)[:, :, None]
+    return biases.transpose(2, 0, 1)[None]
 
 
 def _padding(valid: jax.Array, count: int) -> jax.Array:
-    """Mask of padding for scores, `[B, 1, 1, 1, S]` float32."""
+    """Mask of padding for scores, `[B, 1, 1, S]` float32."""
     real = jnp.arange(count, dtype=jnp.int32)[None, :] < valid[:, None]
-    return jnp.where(real, np.float32(0), np.float32(MASKED))[:, None, None, None, :]
+    return jnp.where(real, np.float32(0), np.float32(MASKED))[:, None, None, :]
 
 
 def _fed_forward(

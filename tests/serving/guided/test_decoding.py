@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jaxllm import EngineOptions, GenerationConfig, Grammar, Sampling, Sliding
 from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import forward, logits
-from jaxllm.serving.engine import decoding as guided
-from jaxllm.serving.engine.decoding import token_logprob
+from jaxllm.serving.engine import guided_decoding as guided
+from jaxllm.serving.engine.guided_decoding import token_logprob
 from jaxllm.serving.guided.compiler import Matcher
 from tests.serving.ways import opened
 

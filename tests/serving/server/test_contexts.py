@@ -408,7 +408,11 @@ def disguised(name):
 def answered(http, method, path, body, headers=None):
     """An answer, without what differs from one request to the next."""
     answer = http.request(method, path, json=body, headers=headers)
-    kept = {k: v for k, v in answer.headers.items() if k not in ("x-request-id", "date", "content-length")}
+    kept = {
+        k: v
+        for k, v in answer.headers.items()
+        if k not in ("x-request-id", "request-id", "date", "content-length")
+    }
     return answer.status_code, answer.text, kept
 
 
