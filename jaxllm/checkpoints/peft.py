@@ -144,6 +144,12 @@ class AdapterConfig:
         }
 
 
+def find_adapter(folder: str | Path) -> Path:
+    """The folder of an adapter: a packaged one by its name, unless a folder has that name."""
+    packaged = Path(__file__).parents[1] / "assets" / f"{Path(folder).name}.adapter"
+    return Path(folder) if Path(folder).exists() or not packaged.is_dir() else packaged
+
+
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Reads the config in a folder.
 
@@ -318,7 +324,7 @@ def read_adapter(folder: Path, cfg: ModelConfig) -> tuple[LoraConfig, dict[str, 
       CheckpointError: the files are missing, corrupt, or belong to another model.
       ConfigError: the adapter is not plain LoRA, or its config cannot be read.
     """
-    folder = Path(folder)
+    folder = find_adapter(folder)
     config = read_adapter_config(folder)
     lora = config.lora
     if not lora.scaling:

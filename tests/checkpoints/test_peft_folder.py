@@ -4,6 +4,7 @@ import dataclasses
 import json
 import typing
 import warnings
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,7 @@ from jaxllm.checkpoints.peft import (
     PLAIN_VALUES,
     READ_KEYS,
     WEIGHTS_FILE,
+    find_adapter,
     read_adapter,
     write_adapter,
 )
@@ -64,6 +66,15 @@ def random_peft(folder, config):
             if "lora_" in name:
                 value.copy_(0.2 * torch.randn(value.shape, generator=generator))
     return made
+
+
+def test_a_packaged_adapter_is_found_by_its_name_unless_a_folder_has_it(tmp_path, monkeypatch):
+    packaged = find_adapter("functions")
+    assert {each.name for each in packaged.iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
+    assert find_adapter("absent") == Path("absent")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "functions").mkdir()
+    assert find_adapter("functions") == Path("functions")
 
 
 def test_peft_loads_what_we_write(model, tmp_path):

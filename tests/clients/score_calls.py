@@ -26,7 +26,10 @@ def right(calls: Any, wanted: dict[str, Any]) -> bool:
     ((name, allowed),) = wanted.items()
     if len(calls or ()) != 1 or calls[0].function.name != re.sub(r"\W", "_", name):
         return False
-    given = json.loads(calls[0].function.arguments or "null")
+    try:
+        given = json.loads(calls[0].function.arguments)
+    except ValueError:
+        return False
     if not isinstance(given, dict) or set(given) - set(allowed):
         return False
     return all(given.get(name, "") in values for name, values in allowed.items())

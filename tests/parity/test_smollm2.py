@@ -5,8 +5,10 @@ An answer of another engine is judged along ours: after the same tokens it has t
 logit that is less than a tie behind. Without a tie the answers are equal, by induction.
 """
 
+import json
 import shutil
 
+import httpx
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from jaxllm.models import decoder
 from jaxllm.prepare import prepare
 from tests import tiny_hf
 from tests.quick_jit import jit
+from tests.serving.server.daemons import Process
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -201,3 +204,46 @@ def test_weights_back_in_a_gguf_file_are_the_same(gguf, made):
         if name.endswith(("norm.weight", "blk.0.attn_q.weight", "blk.29.ffn_down.weight")):
             values = [library.dequantize(each.data, each.tensor_type) for each in (tensor, second[name])]
             np.testing.assert_array_equal(*values, err_msg=name)
+
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "Get the weather of a city.",
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "description": "The city."}},
+        "required": ["city"],
+    },
+}
+ADDITION = {
+    "name": "add_numbers",
+    "description": "Add two numbers.",
+    "parameters": {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+        "required": ["a", "b"],
+    },
+}
+
+
+def test_the_packaged_adapter_calls_functions_by_samples(gguf, tmp_path):
+    """With neither a grammar nor a script: the model samples."""
+    model = tmp_path / "smollm2.jaxllm"
+    prepare(gguf, model, weights="int8")
+    words = ("--adapter", "functions=functions", "--context", "2048", "--http", "127.0.0.1:0")
+    asked = {"What is the weather in Oslo?": ("get_weather", {"city": "Oslo"}),
+             "Add 17 and 25.": ("add_numbers", {"a": 17, "b": 25})}  # fmt: skip
+    tools = [{"type": "function", "function": each} for each in (WEATHER, ADDITION)]
+    with Process(tmp_path, "--model", model, *words) as process:
+        url, right = process.ready() + "/v1/chat/completions", 0
+        for question, (name, arguments) in asked.items():
+            for seed in range(4):
+                body = {
+                    "model": "default:functions", "messages": [{"role": "user", "content": question}],
+                    "tools": tools, "temperature": 0.7, "seed": seed, "max_tokens": 100,
+                }  # fmt: skip
+                (choice,) = httpx.post(url, json=body, timeout=120).json()["choices"]
+                for call in choice["message"].get("tool_calls") or ():
+                    found = call["function"]
+                    right += (found["name"], json.loads(found["arguments"])) == (name, arguments)
+    assert right >= 6
