@@ -17,7 +17,10 @@ TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
 def schema(of: Any) -> Any:
     """BFCL's types by JSON Schema's names, and the names of functions without dots."""
     if isinstance(of, dict):
-        return {name: TYPES.get(each, each) if name == "type" else schema(each) for name, each in of.items()}
+        return {
+            name: TYPES.get(each, each) if name == "type" and isinstance(each, str) else schema(each)
+            for name, each in of.items()
+        }
     return [schema(each) for each in of] if isinstance(of, list) else of
 
 
