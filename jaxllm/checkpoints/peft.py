@@ -146,7 +146,7 @@ class AdapterConfig:
 
 def find_adapter(folder: str | Path) -> Path:
     """The folder of an adapter: a packaged one by its name, unless a folder has that name."""
-    packaged = Path(__file__).parents[1] / "assets" / f"{Path(folder).name}.adapter"
+    packaged = Path(__file__).parents[1] / "assets" / f"{Path(folder).name}_adapter"
     return Path(folder) if Path(folder).exists() or not packaged.is_dir() else packaged
 
 
