@@ -125,7 +125,8 @@ $(VENV)-export/.ready: constraints-export.txt
 $(VENV)-export/swiftshader/libvk_swiftshader.so:
 	mkdir -p $(@D)
 	place=$$(ls -d /opt/google/chrome /usr/lib/chromium 2> /dev/null | head -n 1); \
-	if [ -z "$$place" ]; then cd $(@D) && apt-get download -qq chromium-common && dpkg -x chromium-common_*.deb . \
+	if [ -z "$$place" ]; then cd $(@D) && { apt-get download -qq chromium-common || { apt-get update -qq && apt-get download -qq chromium-common; }; } \
+	  && dpkg -x chromium-common_*.deb . \
 	  && rm chromium-common_*.deb && place=usr/lib/chromium; cd - > /dev/null; place=$(@D)/$$place; fi; \
 	cp "$$place/libvk_swiftshader.so" "$$place/libvulkan.so.1" $(@D)
 	rm -rf $(@D)/usr $(@D)/etc
