@@ -7,6 +7,7 @@ choose tokens, and matrices whose inputs are no multiple of 32 have 8 bits (see 
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,8 +23,7 @@ from jaxllm.models.parameters import param_specs
 BLOCK = 32
 # Levels are symmetric.
 _TOP = 7
-# Shares of a block's largest magnitude that the top level may stand for: the one of the least squared error
-# is taken.
+# Shares of a block's largest magnitude to try as the top level: the one of the least squared error is taken.
 _SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 
 
@@ -51,7 +51,7 @@ class Blocks:
             best = np.where(better, error, best)
         return cls(levels.reshape(matrix.shape), scales[..., 0].astype(np.float16))
 
-    @property
+    @functools.cached_property
     def values(self) -> np.ndarray:
         """The matrix, float32."""
         grouped = self.levels.reshape(*self.scales.shape, BLOCK) * self.scales.astype(np.float32)[..., None]
@@ -87,8 +87,7 @@ def put_blocks(schema: Any, model: Any, data: bytes, blocks: Mapping[str, Blocks
     Raises:
       ConfigError: the converter gave one of them another form.
     """
-    known = {name: xxhash.xxh3_128_digest(each.values[0].tobytes()) for name, each in blocks.items()}
-    of_first = {digest: blocks[name] for name, digest in known.items()}
+    of_first = {xxhash.xxh3_128_digest(each.values[0].tobytes()): each for each in blocks.values()}
     products = {schema.BuiltinOperator.FULLY_CONNECTED}
     # By buffer: its 4-bit buffer and that of its scales.
     stored: dict[int, tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""What follows a grammar of calls is found by the scanner of the same format, and matches the schemas."""
+"""Tests that the scanner of the same format finds what follows a grammar of calls, which matches the schemas."""
 
 import collections
 import dataclasses

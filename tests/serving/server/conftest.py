@@ -12,11 +12,12 @@ from jaxllm.checkpoints.peft import write_adapter
 from jaxllm.errors import ContextGone
 from jaxllm.models.lora import LoraConfig
 from jaxllm.serving.contexts.options import ContextOptions
+from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.limits import Limits
 from jaxllm.serving.server.service import LLMService
 from jaxllm.serving.server.service_options import ServerOptions
 from tests.models.test_lora import random_adapter
-from tests.serving.server.services import ContextService, open_tiny
+from tests.serving.server.services import ContextService, make_executor, open_tiny
 from tests.tiny import TINY, write_tiny_bundle
 
 RANKS = {"formal": 4, "terse": 2, "other": 4}
@@ -71,3 +72,14 @@ def plain_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLMServi
         LLMService.open(path, options=options, contexts=ContextOptions(folder=folder / "contexts"))
     ) as made:
         yield made
+
+
+@pytest.fixture
+def backend(plain_service: LLMService) -> Iterator[Backend]:
+    """Of the plain service, with an executor that runs."""
+    made, executor = Backend(), make_executor(plain_service)
+    executor.start()
+    made.opened(executor)
+    yield made
+    executor.stop(0)
+    made.close()

@@ -29,16 +29,6 @@ from tests.serving.server.services import ContextService, make_executor, until
 from tests.tiny import TINY, VOCAB_SIZE, tiny_params, write_tiny_bundle
 
 
-@pytest.fixture
-def backend(plain_service):
-    made, executor = Backend(), make_executor(plain_service)
-    executor.start()
-    made.opened(executor)
-    yield made
-    executor.stop(0)
-    made.close()
-
-
 def test_facts_health_and_figures(backend, monkeypatch):
     facts = backend.facts()
     assert (facts.window_tokens, facts.vocab_size, facts.levels) == (128, VOCAB_SIZE, (100,))

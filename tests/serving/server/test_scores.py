@@ -28,16 +28,6 @@ IDS = tuple(3 + each * 7 % 50 for each in range(128))
 ENDS = ((5, 6, 7), (9,), IDS[:40])
 
 
-@pytest.fixture
-def backend(plain_service):
-    made, executor = Backend(), make_executor(plain_service)
-    executor.start()
-    made.opened(executor)
-    yield made
-    executor.stop(0)
-    made.close()
-
-
 def reference(tokens):
     """Log-probabilities `[T, V]` after each token."""
     hidden = forward(tiny_params(), np.array([tokens], np.int32), cfg=TINY)[0]

@@ -1,5 +1,5 @@
-"""What agents and SDKs of Responses and Messages rely on: recorded requests, background, truncation, edits of
-contexts, models, and errors' words."""
+"""Tests what agents and SDKs of Responses and Messages rely on: recorded requests, background, truncation,
+edits of contexts, models, and errors' words."""
 
 import json
 from pathlib import Path
