@@ -1,4 +1,4 @@
-"""Tests that the scanner of the same format finds what follows a grammar of calls, which matches the schemas."""
+"""Tests that the scanner of a format finds what follows its grammar of calls, and that this fits schemas."""
 
 import collections
 import dataclasses
