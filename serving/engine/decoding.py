@@ -62,6 +62,11 @@ class Decoding:
         """Whether the next step can begin without waiting for a grammar."""
         return self.matcher is None or self.waits or self.matcher.ready
 
+    @property
+    def batchable(self) -> bool:
+        """Whether its next tokens can be decoded in one dispatch with those of other answers."""
+        return True
+
     def cache_tokens(self, tokens: int) -> int:
         """Cache positions required for a sequence of `tokens` tokens."""
         return tokens
@@ -78,6 +83,19 @@ class Decoding:
         """Runs one dispatch (see `Runner.decode`); `cached` are the tokens in the row's cache."""
         del cached
         return self.runner.decode(row)
+
+    def batch_limit(self, pace: int, remaining: int) -> int:
+        """As `limit`, of a dispatch with other answers."""
+        return self.runner.decode_limit(pace, remaining)
+
+    def batch_row(self, row: BatchRow, cached: Sequence[int]) -> BatchRow | None:
+        """The row of a dispatch with other answers, after `batch_limit`; None if it needs `decode`."""
+        del cached
+        return row
+
+    def kept(self, found: DecodedRow) -> DecodedRow:
+        """What is used of a dispatch of `batch_row`; no tokens if the last one must be fed again."""
+        return found
 
 
 def pace(tpot_ms: float) -> int:

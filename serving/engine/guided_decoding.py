@@ -70,6 +70,8 @@ class GuidedDecoding(Decoding):
         self._chances = None if filters or self._cannot_rollback else Chances()
         # Whether the next tokens are sampled without a mask.
         self._freely, self._began_s = False, 0.0
+        # The sampler before the dispatch.
+        self._before: SamplerState | None = None
         if self.logprobs is not None and not self._feeds_floats(1):
             raise ConfigError(
                 "log-probabilities need prefill in floats, and this engine prefills in integers alone; open "
@@ -83,22 +85,27 @@ class GuidedDecoding(Decoding):
     def limit(self, pace: int, remaining: int) -> int:
         """See `Decoding`: in a thought as in a free answer; else the tokens that are worth sampling freely,
         or the forced tokens plus one, regardless of the pace."""
+        return self._limit(self._free, pace, remaining)
+
+    def _limit(self, free: Decoding, pace: int, remaining: int) -> int:
         self._began_s, self._freely = time.perf_counter(), False
         if self.matcher is None or self.logprobs is not None:
             return 1
         if self.matcher.unbounded:
             most = self.matcher.most_unbounded or remaining
-            one = self._cannot_rollback
-            return 1 if one else self._free.limit(pace, min(remaining, most))
+            self._freely = True
+            return 1 if self._cannot_rollback else free.limit(pace, min(remaining, most))
         if self.waits and not self.matcher.soon():
             return min(remaining, _MOST_FORCED + 1)
         limit = min(remaining, len(self.matcher.forced(_MOST_FORCED)) + 1)
-        if not self._jumps(limit - 1) and self._chances is not None:
-            most = self._free.limit(pace, remaining)
-            worth = self._chances.tokens(self.matcher.wide, most, one_pass=self._free.one_pass)
-            self._freely = worth > 0
-            return max(1, worth)
-        return limit if self._jumps(limit - 1) else 1
+        if self._jumps(limit - 1):
+            return limit
+        if self._chances is None:
+            return 1
+        most = free.limit(pace, remaining)
+        worth = self._chances.tokens(self.matcher.wide, most, one_pass=free.one_pass)
+        self._freely = worth > 0
+        return max(1, worth)
 
     def first(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
         """See `Decoding`: samples a token `[1]` from logits and advances the grammar."""
@@ -113,12 +120,12 @@ class GuidedDecoding(Decoding):
 
     def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
         """See `Decoding`. No tokens if the grammar turns out to allow none after the last one."""
-        if self.matcher is not None and self.logprobs is None and (self._freely or self.matcher.unbounded):
-            found = self._decode_freely(row, cached)
+        if self._freely:
+            found = self.kept(self._free.decode(self._asked(row, len(cached)), cached))
             if found.tokens:
                 return found
             row = dataclasses.replace(row, cache=found.cache, sampler=found.sampler, limit=1)
-            self._began_s = time.perf_counter()
+            self._began_s, self._freely = time.perf_counter(), False
         cache, sampler, at = row.cache, row.sampler, len(cached)
         fed, logits = [int(np.asarray(row.token)[0])], None
         if self.waits and self.matcher is not None and not self.matcher.ready:
@@ -145,39 +152,61 @@ class GuidedDecoding(Decoding):
                     return DecodedRow(forced, cache, sampler)
             chosen, sampler = self.first(logits, sampler)
             return DecodedRow([*forced, *chosen.tolist()], cache, sampler)
-        cache = dataclasses.replace(cache, length=np.int32(at))
-        found = self.runner.decode(
-            dataclasses.replace(row, cache=cache, sampler=self._masked(sampler), limit=1)
-        )
-        if self._chances is not None and self.matcher is not None:
-            self._chances.masked(time.perf_counter() - self._began_s)
-        self._take(found.tokens[0])
-        return dataclasses.replace(found, sampler=_unmasked(found.sampler, sampler))
+        return self.kept(self.runner.decode(self._asked(dataclasses.replace(row, cache=cache), at)))
 
-    def _decode_freely(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
-        """Decodes tokens without a mask, up to the first that the grammar refuses or the end of a thought."""
+    @property
+    def batchable(self) -> bool:
+        """See `Decoding`: where the mask is there, and needs no logits."""
+        return self.logprobs is None and self.matcher is not None and self.matcher.ready
+
+    def batch_limit(self, pace: int, remaining: int) -> int:
+        """See `Decoding`."""
+        return self._limit(Decoding(self.runner), pace, remaining)
+
+    def batch_row(self, row: BatchRow, cached: Sequence[int]) -> BatchRow | None:
+        """See `Decoding`: forced tokens are fed in a dispatch of their own."""
+        forces = not self._freely and self._forced(row.limit - 1, row.sampler)
+        return None if forces else self._asked(row, len(cached))
+
+    def kept(self, found: DecodedRow) -> DecodedRow:
+        """See `Decoding`: without masks, up to the first token that the grammar refuses or the end of a
+        thought."""
         matcher: Any = self.matcher
-        wide = None if matcher.unbounded else matcher.wide
-        # The dispatch may take the arrays.
-        counts, drawn = np.array(row.sampler.counts), np.array(row.sampler.drawn)
-        cache = dataclasses.replace(row.cache, length=np.int32(len(cached)))
-        sampler = self._masked(row.sampler) if wide is None else row.sampler
-        found = self._free.decode(dataclasses.replace(row, cache=cache, sampler=sampler), cached)
-        tokens, sampler = found.tokens, _unmasked(found.sampler, row.sampler)
+        tokens, before = found.tokens, self._before
+        assert before is not None, "`kept` before `batch_row`"
+        found = dataclasses.replace(found, sampler=_unmasked(found.sampler, before))
+        took_s = time.perf_counter() - self._began_s
+        if not self._freely:
+            if self._chances is not None and matcher is not None:
+                self._chances.masked(took_s)
+            self._take(tokens[0])
+            return found
         if NO_TOKEN in tokens:
-            return dataclasses.replace(found, sampler=sampler)
+            return found
+        wide = None if matcher.unbounded else matcher.wide
         kept = matcher.offer(tokens, self._jumps)
         if wide is not None and self._chances is not None:
             took_s = time.perf_counter() - self._began_s
             refused = kept < len(tokens) and not self._jumps(len(matcher.forced(_MOST_FORCED)))
             self._chances.offered(wide, kept, len(tokens), refused=refused, took_s=took_s)
         if kept == len(tokens):
-            return dataclasses.replace(found, sampler=sampler)
+            return found
         # The attention mass of what is cut stays: so few tokens hardly change it.
-        progress: Any = (counts, drawn)
-        sampler, accepted = counted(sampler.after(progress), tokens[:kept]), found.accepted
+        sampler, accepted = counted(before, tokens[:kept]), found.accepted
         accepted = None if accepted is None else min(accepted, kept)
         return DecodedRow(tokens[:kept], found.cache, sampler, accepted)
+
+    def _asked(self, row: BatchRow, cached: int) -> BatchRow:
+        """The arguments of a dispatch of tokens with or without masks."""
+        plain = self._freely and not (self.matcher is not None and self.matcher.unbounded)
+        sampler = row.sampler if plain else self._masked(row.sampler)
+        # The dispatch takes the arrays that change.
+        progress: Any = (np.array(row.sampler.counts), np.array(row.sampler.drawn))
+        self._before = row.sampler.after(progress)
+        # The cache may be ahead of what was kept.
+        cache = dataclasses.replace(row.cache, length=np.int32(cached))
+        limit = row.limit if self._freely else 1
+        return dataclasses.replace(row, cache=cache, sampler=sampler, limit=limit)
 
     def _take(self, token: int) -> None:
         if self.matcher is not None and token != NO_TOKEN:

@@ -71,11 +71,10 @@ def batchable(run: Run) -> bool:
     """Whether the next step of a run can be batched (see `decode_together`).
 
     Drafts are off in batched decoding; a drafter catches up when its answer is the only one again. Not
-    batched are the step in which a sequence slides, and guided answers, whose next token may depend on the
-    last one through state on the host.
+    batched are the step in which a sequence slides, and answers whose mask is not there or that need logits.
     """
-    plain = run.stage == "decode" and run.room_tokens > 0 and not run.request.config.guided
-    return plain and run.runner.batch is not None
+    decodes = run.stage == "decode" and run.room_tokens > 0 and run.runner.batch is not None
+    return decodes and run.decoding.batchable
 
 
 def decode_together(runs: Sequence[Run], most_tokens: int | None = None) -> None:
@@ -392,17 +391,25 @@ def _dispatch_batch(runs: Sequence[Run], most_tokens: int | None) -> dict[Run, J
     begun: list[tuple[Run, list[int], BatchRow]] = []
     for run in runs:
         try:
-            limit = run.runner.decode_limit(block, min(run.wanted_tokens, run.room_tokens))
+            if not _goes_on(run):
+                continue
+            limit = run.decoding.batch_limit(block, min(run.wanted_tokens, run.room_tokens))
             cached, row = _decode_from(run, limit)
-            own = run.runner.batch
-            begun.append((run, cached, dataclasses.replace(row, units=None if own is None else own.units)))
+            joined, own = run.decoding.batch_row(row, cached), run.runner.batch
+            if joined is None:
+                _decoded(run, cached, run.decoding.decode(row, cached))
+                continue
+            begun.append((run, cached, dataclasses.replace(joined, units=None if own is None else own.units)))
         except JaxllmError as error:
             errors[run] = error
+    # A token under its mask does not wait for a block of others: its row would be idle.
+    guided = [row.limit for run, _, row in begun if run.decoding.matcher is not None]
+    most = min(guided, default=block)
     try:
-        rows = [row for _, _, row in begun]
+        rows = [dataclasses.replace(row, limit=min(row.limit, most)) for _, _, row in begun]
         if rows and not batch.sizes(rows):
             # Until a bucket of several rows is loaded.
-            found = [run.runner.decode(row) for run, _, row in begun]
+            found = [run.runner.decode(row) for (run, *_), row in zip(begun, rows, strict=True)]
         else:
             found = batch.decode_batch(rows)
     except JaxllmError as error:
@@ -412,7 +419,18 @@ def _dispatch_batch(runs: Sequence[Run], most_tokens: int | None) -> dict[Run, J
     for (run, cached, _), each in zip(begun, found, strict=True):
         run.pace = took
         try:
-            _decoded(run, cached, each)
+            if (kept := run.decoding.kept(each)).tokens:
+                _decoded(run, cached, kept)
+            else:
+                run.session.cache, run.session.tokens, run.sampler = kept.cache, cached, kept.sampler
         except JaxllmError as error:
             errors[run] = error
     return errors
+
+
+def _goes_on(run: Run) -> bool:
+    """Whether a run decodes further tokens. Waits for its mask."""
+    if (matcher := run.decoding.matcher) is not None:
+        matcher.wait()
+        _check_end(run)
+    return run.stage == "decode"

@@ -411,8 +411,9 @@ class Executor:
             job.put(Refused("the service has stopped in the middle of the answer", reason="draining"))
 
     def _dispatch(self) -> None:
+        beside = sum(job.stage == "decode" for job in self._jobs.values()) > 1
         for job in self._jobs.values():
-            job.refresh()
+            job.refresh(beside)
         queue = self.queue(inbox=False)
         # Under memory pressure only running calls continue.
         if self.memory.short_bytes > 0 and queue.running:

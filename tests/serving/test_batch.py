@@ -2,6 +2,7 @@
 alone."""
 
 import dataclasses
+import json
 import math
 from unittest.mock import Mock
 
@@ -13,11 +14,13 @@ from jaxllm.elastic.ladder import Ladder
 from jaxllm.errors import ConfigError, NotFinite
 from jaxllm.sampling import Sampling
 from jaxllm.serving.engine import step as steps
+from jaxllm.serving.engine.guided_decoding import Chances
 from jaxllm.serving.engine.request import GenerationConfig, Session, Sliding
 from jaxllm.serving.engine.run import Lifecycle, Run
 from jaxllm.serving.engine.step import Answer, batchable, close, decode_together, step
 from jaxllm.serving.ground.options import EngineOptions
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.guided.grammar import Grammar, Thought
 from tests.elastic.models import scaled_params
 from tests.kernels.switching import fall_back, needs_native
 from tests.tiny import TINY, write_tiny_bundle
@@ -59,6 +62,8 @@ def ended(runs):
     """Decodes the runs together until each has ended."""
     while running := [run for run in runs if run.stage != "ended"]:
         for run in running:
+            if run.decoding.matcher is not None:
+                run.decoding.matcher.wait()
             if not batchable(run):
                 step(run)
         decode_together([run for run in running if batchable(run)])
@@ -70,7 +75,10 @@ def check(engine, runs):
         expected = alone(engine, run)
         assert (run.tokens, run.finish_reason) == (expected.tokens, expected.finish_reason)
         assert "".join(run) == expected.text
-        assert run.session.tokens == expected.session.tokens
+        # Where the last token ends a grammar's text, it is cached or not.
+        one, other = sorted((run.session.tokens, expected.session.tokens), key=len)
+        assert one == other[: len(one)]
+        assert len(other) - len(one) <= (run.decoding.matcher is not None)
 
 
 @needs_native
@@ -121,6 +129,37 @@ def test_answers_join_and_leave_between_dispatches(engine):
         step(run)
     fed = [("prefill", False)] * 2
     assert found == [("begin", False), *fed, ("decode", True), ("finish", False)]
+
+
+@needs_native
+def test_answers_under_grammars_share_dispatches(engine, monkeypatch):
+    """Masked, sampled freely and cut, in a thought, and with forced tokens, beside plain ones."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    thought = Thought(opening="<think>", closing="</think>", opened=True, most_tokens=5)
+    grammars = [
+        Grammar(kind="regex", text="(?s:.){20,}"),
+        Grammar(kind="json_schema", text=json.dumps(schema | {"required": ["a", "b"]})),
+        Grammar(kind="regex", text="(hello the ){2}[0-9]{3}"),
+        Grammar(kind="regex", text="[a-e]+", thought=thought),
+    ]
+    rows, batch = [], engine.runner.batch
+    decode_batch = type(batch).decode_batch
+    monkeypatch.setattr(
+        type(batch), "decode_batch", lambda self, each: rows.append(each) or decode_batch(self, each)
+    )
+    for most_free, some in ((None, grammars), (0, grammars), (3, grammars[:1] * 3)):
+        if most_free is not None:
+            monkeypatch.setattr(
+                Chances,
+                "tokens",
+                lambda self, wide, most, one_pass, free=most_free: 0 if self._refused else min(most, free),
+            )
+        runs = [begun(engine, number, tokens=40, grammar=each) for number, each in enumerate(some)]
+        check(engine, ended([*runs, begun(engine, 4, tokens=20)]))
+    assert max(len(each) for each in rows) == 5
+    limits = [{row.limit for row in each} for each in rows if len(each) > 1]
+    # All rows are as long as the shortest.
+    assert {(1,), (3,)} <= {tuple(each) for each in limits}
 
 
 @needs_native
