@@ -164,7 +164,7 @@ def export_litertlm(
             file.flush()
             tried = Path(folder) / f"tried{SUFFIX}"
             tried.symlink_to(Path(file.name).absolute())
-            require_same_chats(tried, Tokenizer(subject.tokenizer))
+            require_same_chats(tried, Tokenizer(subject.tokenizer), plan.context_tokens)
     return sharing
 
 
@@ -223,8 +223,9 @@ def runtime_template(tokenizer: Tokenizer) -> str:
     return (named + _MESSAGES.replace("CONTENTS", contents)).replace("\n", "") + source
 
 
-def require_same_chats(bundle: Path, tokenizer: Tokenizer) -> None:
-    """Opens a file by the runtime, and compares its rendered chats with the service's.
+def require_same_chats(bundle: Path, tokenizer: Tokenizer, context_tokens: int) -> None:
+    """Opens a file by the runtime, which answers a chat if that fits its context, and compares the rendered
+    chats with the service's.
 
     Raises:
       ConfigError: the runtime does not open it, cannot render a chat, or renders another text.
@@ -237,8 +238,9 @@ def require_same_chats(bundle: Path, tokenizer: Tokenizer) -> None:
         with contextlib.suppress(TemplateError):
             _service_text(turns, tokenizer, now)
             chats.append(turns)
-    for turns, found in zip(chats, _runtime_texts(bundle, chats), strict=True):
-        wanted = _service_text(turns, tokenizer, now)
+    texts = [_service_text(turns, tokenizer, now) for turns in chats]
+    fits = len(tokenizer.encode(texts[0])) + 8 < context_tokens
+    for wanted, found in zip(texts, _runtime_texts(bundle, chats, answers=fits), strict=True):
         if found != wanted:
             how = f"renders a chat as {found!r:.200}" if found else "cannot render a chat (its log says why)"
             raise ConfigError(
@@ -258,20 +260,24 @@ def _service_text(turns: _Turns, tokenizer: Tokenizer, now: datetime.datetime) -
     return tokenizer.render_chat(turns, now=now).removeprefix(_bos_text(tokenizer))
 
 
-def _runtime_texts(bundle: Path, chats: Sequence[_Turns]) -> list[str]:
-    """Returns the texts that the runtime renders; empty if it fails, with the reason in its log."""
+def _runtime_texts(bundle: Path, chats: Sequence[_Turns], *, answers: bool) -> list[str]:
+    """Returns the texts that the runtime renders, empty if it fails, with the reason in its log; and lets it
+    answer the first chat if `answers`."""
     import litert_lm
 
     litert_lm.set_min_log_severity(litert_lm.LogSeverity.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         try:
             engine = litert_lm.Engine(str(bundle), backend=litert_lm.Backend.CPU(), cache_dir=folder)
-            return [
+            texts = [
                 engine.create_conversation(messages=earlier).render_message_to_string(last)
                 for *earlier, last in chats
             ]
+            if answers and texts[0]:
+                engine.create_conversation().send_message(chats[0][-1]["content"], max_output_tokens=2)
         except (RuntimeError, ValueError) as error:
             raise ConfigError(f"LiteRT-LM does not open the model: {one_line(error)}") from error
+    return texts
 
 
 def npu_models(

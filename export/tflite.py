@@ -27,6 +27,7 @@ from jaxllm.export.folder import finish, new_folder
 from jaxllm.export.folder_format.manifest import Manifest, Precision
 from jaxllm.export.folder_format.parts import Argument, ProgramLevel, StageFacts
 from jaxllm.export.folder_format.signature import Signature
+from jaxllm.export.programs.litert import LiteRtExecutor
 from jaxllm.export.quantized import (
     LEVELS,
     SCALE,
@@ -43,6 +44,7 @@ from jaxllm.export.signatures import ExportPlan, step_shapes, step_weights, subj
 from jaxllm.export.stages import stage_facts, stage_models
 from jaxllm.export.steps.exported import ParamsOf, with_adapters
 from jaxllm.export.subject import Subject
+from jaxllm.export.verification import run_of_model, verify, write_golden
 from jaxllm.models.features import require_feature
 from jaxllm.models.parameters import Params, param_specs
 from jaxllm.quant import OwnProduct, Prefix, Weight
@@ -72,7 +74,7 @@ def export_tflite(
       plan: plan of the signatures.
       precision: one of `PRECISIONS`.
       ranges: ranges of activations for w8a8 (see `quantized.calibrate`).
-      progress: callback for ("export", signatures traced, number of signatures).
+      progress: callback for ("export" or "verify", signatures traced or run, number of signatures).
       beside: function that writes further files into the folder, which the manifest lists; None for none.
 
     Returns:
@@ -81,6 +83,7 @@ def export_tflite(
     Raises:
       ConfigError: the format does not support the model, an option is out of range, the folder exists, or
         the extra is missing.
+      ProgramError: a program computes other results than its step (see `verification.verify`).
     """
     require_format("tflite")
     plan = plan.resolved(subject.cfg)
@@ -108,6 +111,7 @@ def export_tflite(
             made_with={name: importlib.metadata.version(name) for name in _PACKAGES},
             stages=facts,
         )
+        manifest = write_golden(folder, LiteRtExecutor(manifest, folder, stores=False), subject)
     return manifest, sharing
 
 
@@ -122,7 +126,7 @@ def tflite_models(
     progress: Progress | None = None,
 ) -> tuple[dict[str, bytes], Sharing]:
     """The model of all signatures and those of any `stages`, by file name, and the bytes of the former's
-    weights (see `export_tflite`); `plan` is resolved."""
+    weights (see `export_tflite`), each compared with its step; `plan` is resolved."""
     require_feature(subject.cfg, "tflite")
     if precision not in PRECISIONS:
         raise ConfigError(f"a tflite model is {', '.join(PRECISIONS)}, not {precision}; choose one")
@@ -130,6 +134,7 @@ def tflite_models(
     if (precision == "w8a8") != bool(ranges):
         raise ConfigError("w8a8, and it alone, takes a text to calibrate on; give --calibration-text FILE")
     left_out(subject, precision, without_shadow=plan.without_shadow)
+    exported = subject
     scales: dict[str, np.ndarray] = {}
     blocks: dict[str, Blocks] = {}
     if precision == "w8a8":
@@ -160,6 +165,8 @@ def tflite_models(
     # The converter turns them into float32.
     halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
     model, sharing = share_buffers(convert(made), halves, blocks)
+    with run_of_model(model) as run:
+        verify(run, signatures, exported, plan, precision, progress)
     models = {FILE: model}
     if stages is not None:
         models |= stage_models(*static[FULL_LEVEL], stages, scales, cache_tokens=plan.context_tokens)

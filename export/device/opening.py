@@ -6,15 +6,21 @@ cores, runtime), so that a folder copied from another device is measured again, 
 is not.
 """
 
+import contextlib
 import importlib.metadata
+import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from jaxllm.config import FULL_LEVEL
-from jaxllm.errors import BudgetExceeded, ConfigError, ProgramError
+from jaxllm.errors import BudgetExceeded, ConfigError, ProgramError, one_line
 from jaxllm.export.device.host_sampling import HostChooser
 from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import STAGE_FILES
+from jaxllm.export.programs.executor import Accelerator
+from jaxllm.export.programs.golden import require_golden
 from jaxllm.export.programs.model import ProgramModel, open_program_model
 from jaxllm.serving.elastic.profile import DeviceProfile, load_profile, save_profile
 from jaxllm.serving.elastic.profiling import measure_coarsely, measure_together
@@ -22,13 +28,14 @@ from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.machine import cpu_features, usable_cores
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.host.user_cache import device_file
+from jaxllm.serving.host.user_cache import device_file, make_private_folder
 
 # Package of each format's runtime; StableHLO requires JAX, which a device may have.
 RUNTIMES = {"tflite": "ai-edge-litert", "stablehlo": "jax"}
 # With LiteRT a step reads one set of caches and writes another.
 _CACHE_SETS = {"tflite": 2, "stablehlo": 1}
 _FLOAT_BYTES = 4
+_log = logging.getLogger(__name__)
 
 
 def open_device(
@@ -39,8 +46,10 @@ def open_device(
     memory_bytes: int = 0,
     drafts: SpeculationOptions | None = None,
     processors: int = 1,
+    accelerator: Accelerator = "cpu",
 ) -> Engine[ProgramModel]:
-    """Opens a folder, and prepares its programs and the chat template: no request compiles anything.
+    """Opens a folder, and prepares its programs and the chat template: no request compiles anything. At its
+    first start on this device its golden answers are compared.
 
     Args:
       folder: folder of `jaxllm export`, as `device`, `tflite` or `stablehlo`.
@@ -49,9 +58,12 @@ def open_device(
       memory_bytes: memory limit of weights, caches and logits; 0 for no limit.
       drafts: options of the drafts of the level's answers; None for no drafts.
       processors: see `open_program_model`.
+      accelerator: what runs LiteRT's programs. The CPU does, with a warning, where an accelerator cannot open
+        them, computes otherwise, or has ended the process that tried it.
 
     Raises:
-      ProgramError: the folder is corrupt, of several exports, or its runtime here is older than required.
+      ProgramError: the folder is corrupt, of several exports, computes otherwise here than where it was made,
+        or its runtime here is older than required.
       ConfigError: the runtime is missing, or the folder lacks the level or programs that verify drafts.
       BudgetExceeded: it needs more memory than allowed.
     """
@@ -60,13 +72,62 @@ def open_device(
     manifest = Manifest.read(folder)
     require_runtime(folder, manifest)
     require_memory(folder, manifest, memory_bytes, staged=processors > 1)
-    model = open_program_model(folder, threads=threads, token_chooser=HostChooser(), processors=processors)
-    speculation = None if drafts is None else model.drafts(level, drafts, threads=threads)
-    engine = Engine(model, level, speculation)
-    engine.warm_up()
-    for each in engine.levels:
-        engine.at(each).warm_up()
-    return engine
+
+    def opened(accelerator: Accelerator) -> Engine[ProgramModel]:
+        with _first_start(manifest, accelerator, threads) as first:
+            model = open_program_model(
+                folder,
+                threads=threads,
+                token_chooser=HostChooser(),
+                processors=processors,
+                accelerator=accelerator,
+            )
+            speculation = None if drafts is None else model.drafts(level, drafts, threads=threads)
+            engine = Engine(model, level, speculation)
+            engine.warm_up()
+            for each in engine.levels:
+                engine.at(each).warm_up()
+            if first:
+                require_golden(manifest, engine)
+        return engine
+
+    if accelerator != "cpu":
+        try:
+            return opened(accelerator)
+        except ProgramError as error:
+            _log.warning("the %s is not used, but the CPU: %s", accelerator.upper(), one_line(error))
+    return opened("cpu")
+
+
+@contextlib.contextmanager
+def _first_start(manifest: Manifest, accelerator: Accelerator, threads: int) -> Iterator[bool]:
+    """Yields whether programs have not answered on this device yet; remembers that they did unless the block
+    fails.
+
+    Raises:
+      ProgramError: an earlier process ended in the block, on an accelerator.
+    """
+    files = sorted((name, stored.xxh3_128) for name, stored in manifest.files.items())
+    facts = {"golden": files, **device_facts(manifest, threads), "accelerator": accelerator}
+    passed, begun = (device_file(facts, f".{each}") for each in ("passed", "begun"))
+    first, dangerous = not passed.exists(), accelerator != "cpu"
+    if first and dangerous and begun.exists():
+        raise ProgramError(f"it has ended a process that tried it; to try it again, remove {begun}")
+    try:
+        if first and dangerous:
+            make_private_folder(begun.parent)
+            begun.touch()
+        yield first
+    except BaseException:
+        begun.unlink(missing_ok=True)
+        raise
+    if first:
+        try:
+            make_private_folder(passed.parent)
+            passed.touch()
+            begun.unlink(missing_ok=True)
+        except OSError as error:
+            _log.warning("%s: the first start is not remembered (%s)", passed.parent, error.strerror)
 
 
 def require_runtime(folder: Path, manifest: Manifest) -> None:
@@ -179,8 +240,15 @@ def profile_path(engine: Engine[ProgramModel], *, threads: int = 0) -> Path:
     facts = {
         "version": 1,
         "programs": engine.model.program_files,
-        "runtime": importlib.metadata.version(RUNTIMES[engine.model.executor.manifest.format]),
-        "device": [*cpu_features(), threads or usable_cores()],
+        **device_facts(engine.model.executor.manifest, threads),
         "processors": 1 if engine.model.stages is None else 2,
     }
     return device_file(facts, ".json")
+
+
+def device_facts(manifest: Manifest, threads: int) -> dict[str, Any]:
+    """What identifies this device and its runtime."""
+    return {
+        "runtime": importlib.metadata.version(RUNTIMES[manifest.format]),
+        "device": [*cpu_features(), threads or usable_cores()],
+    }

@@ -26,6 +26,7 @@ from jaxllm.errors import CheckpointError, ConfigError, ProgramError
 from jaxllm.export.folder_format.parts import (
     STAGE_FILES,
     AdapterInputs,
+    GoldenAnswer,
     ProgramLevel,
     StageFacts,
     TinyLmFacts,
@@ -118,6 +119,7 @@ class Manifest:
       tiny_lm: tiny LM that plans requests; None for none.
       adapters: adapters that programs accept as an input; None for none.
       stages: programs of single stages, for two processors; None for none.
+      golden: answers that a device compares with its own at a first start.
     """
 
     format: ProgramFormat
@@ -135,6 +137,7 @@ class Manifest:
     tiny_lm: TinyLmFacts | None = None
     adapters: AdapterInputs | None = None
     stages: StageFacts | None = None
+    golden: tuple[GoldenAnswer, ...] = ()
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -169,6 +172,10 @@ class Manifest:
             raise ConfigError(f"no program of the tiny LM reads its rows of {tiny.row_tokens} tokens")
         if self.adapters is not None:
             require(self.adapters.shapes.keys() == self.levels.keys(), "adapters are of other levels")
+        for each in self.golden:
+            fits = each.level in self.levels and max(each.prompt + each.tokens) < whole.cfg.vocab_size
+            fits &= len(each.prompt) + len(each.tokens) <= self.context_tokens
+            require(fits, f"the golden answer of level {each.level} is none of these programs")
         if (stages := self.stages) is not None:
             fits = len(stages.shadowed) == whole.cfg.layers and stages.chunk_tokens[-1] <= self.context_tokens
             require(fits, "stages are of other layers, or do not fit the context")

@@ -92,6 +92,18 @@ class Argument:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GoldenAnswer:
+    """What a level answered greedily where its programs were made (see `jaxllm.export.programs.golden`)."""
+
+    level: int
+    prompt: tuple[int, ...] = option(low=0, high=MAX_DIMENSION, entries=1)
+    tokens: tuple[int, ...] = option(low=0, high=MAX_DIMENSION, entries=1)
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramLevel:
     """A level: the sub-model, and by name the weight arguments of its programs (none if weights are constants
     in them)."""

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from jaxllm.export.folder_format.parts import ADAPTER, adapter_file
 from jaxllm.export.folder_format.signature import Interface, Signature
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.server.calls import AdapterFacts, AdapterGone
+
+# What runs programs of LiteRT.
+Accelerator = Literal["cpu", "gpu"]
 
 
 class FolderAdapters:

@@ -37,7 +37,7 @@ from jaxllm.export.contents import require_extra
 from jaxllm.export.folder_format.manifest import MANIFEST, Manifest
 from jaxllm.export.folder_format.parts import ADAPTER
 from jaxllm.export.folder_format.signature import PENALIZED, PENALTIES, TOKENS, Signature, lengthened
-from jaxllm.export.programs.executor import Executor, FolderAdapters
+from jaxllm.export.programs.executor import Accelerator, Executor, FolderAdapters
 from jaxllm.serving.host.machine import usable_cores
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import buckets_bytes, cache_folder, make_private_folder, private_file
@@ -210,6 +210,7 @@ class LiteRtExecutor(Executor):
 
     Attributes:
       threads: number of threads that compute.
+      accelerator: what runs the operations that it takes.
       moves_rows: False, because Python can only read and write whole buffers, which is slower than what
         accepted tokens of other branches save.
       stops_early: False, because its programs have no loops.
@@ -218,7 +219,14 @@ class LiteRtExecutor(Executor):
     moves_rows = stops_early = False
 
     def __init__(
-        self, manifest: Manifest, folder: Path, *, threads: int = 0, packed: PackedFolder | None = None
+        self,
+        manifest: Manifest,
+        folder: Path,
+        *,
+        threads: int = 0,
+        accelerator: Accelerator = "cpu",
+        packed: PackedFolder | None = None,
+        stores: bool = True,
     ) -> None:
         """Opens a model.
 
@@ -226,8 +234,10 @@ class LiteRtExecutor(Executor):
           manifest: manifest of the folder.
           folder: folder of the model.
           threads: number of threads that compute; 0 for all cores of this process.
+          accelerator: what runs the operations that it takes; the CPU runs the others.
           packed: cache of packed weights; None for a folder in the user's cache directory, unless its limit
             is 0.
+          stores: whether packed weights are stored at all.
 
         Raises:
           ConfigError: LiteRT is not installed.
@@ -240,7 +250,7 @@ class LiteRtExecutor(Executor):
         from ai_edge_litert.options import Options
 
         super().__init__(manifest, FolderAdapters(manifest, folder))
-        self.threads = threads or usable_cores()
+        self.threads, self.accelerator = threads or usable_cores(), accelerator
         file, *others = {each.file for each in manifest.signatures}
         if others or manifest.cache_dtype != "float32":
             raise ProgramError(
@@ -248,7 +258,7 @@ class LiteRtExecutor(Executor):
             )
         path = manifest.require_intact(folder, file)
         made_of = f"{manifest.files[file].xxh3_128} {importlib.metadata.version('ai-edge-litert')}"
-        if packed is None and (limit := buckets_bytes()):
+        if packed is None and stores and (limit := buckets_bytes()):
             packed = PackedFolder(cache_folder() / "xnnpack", limit_bytes=limit)
         opened = (
             contextlib.nullcontext() if packed is None else packed.opened(folder, manifest.precision, made_of)
@@ -256,7 +266,8 @@ class LiteRtExecutor(Executor):
         self._buffers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
         with opened as kept, captured_messages() as said:
             cpu = CpuOptions(num_threads=self.threads, xnnpack_weight_cache_path=str(kept or ""))
-            options = Options(hardware_accelerators=HardwareAccelerator.CPU, cpu_options=cpu)
+            kinds = HardwareAccelerator.CPU | getattr(HardwareAccelerator, accelerator.upper())
+            options = Options(hardware_accelerators=kinds, cpu_options=cpu)
             try:
                 self._model = CompiledModel.from_file(str(path), options=options)
             except RuntimeError as error:

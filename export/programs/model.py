@@ -13,7 +13,7 @@ from jaxllm.export.folder_format.manifest import LOOP, MAIN, TINY_TOKENIZER, TOK
 from jaxllm.export.folder_format.parts import KEEP, MODEL, PROMPT, TinyLmFacts, adapter_file
 from jaxllm.export.folder_format.signature import MASK, TOKENS
 from jaxllm.export.programs.drafts import ProgramDrafter
-from jaxllm.export.programs.executor import Executor
+from jaxllm.export.programs.executor import Accelerator, Executor
 from jaxllm.export.programs.runner import ProgramRunner, TokenChooser
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
@@ -205,7 +205,7 @@ class ProgramModel:
             self.stages.close()
 
 
-def open_executor(folder: Path, *, threads: int = 0) -> Executor:
+def open_executor(folder: Path, *, threads: int = 0, accelerator: Accelerator = "cpu") -> Executor:
     """Opens the executor of a folder of `jaxllm export`.
 
     Args:
@@ -229,12 +229,14 @@ def open_executor(folder: Path, *, threads: int = 0) -> Executor:
                 f"machine has {there:,}; export the model with a shorter --context"
             )
     if manifest.format == "stablehlo":
+        if accelerator != "cpu":
+            raise ConfigError("StableHLO programs run where JAX runs; --accelerator goes with TFLite ones")
         from jaxllm.export.programs.jax_programs import StableHloExecutor
 
         return StableHloExecutor(manifest, folder, cached_buckets())
     from jaxllm.export.programs.litert import LiteRtExecutor
 
-    return LiteRtExecutor(manifest, folder, threads=threads)
+    return LiteRtExecutor(manifest, folder, threads=threads, accelerator=accelerator)
 
 
 def cached_buckets() -> "CompiledBucketFolder | None":
@@ -251,6 +253,7 @@ def open_program_model(
     threads: int = 0,
     token_chooser: TokenChooser | None = None,
     processors: int = 1,
+    accelerator: Accelerator = "cpu",
 ) -> ProgramModel:
     """Opens a folder of `jaxllm export`.
 
@@ -259,6 +262,7 @@ def open_program_model(
       threads: number of threads of LiteRT; 0 for all cores of this process.
       token_chooser: samples tokens other than the most likely; None compiles buckets, which are cached on
         disk.
+      accelerator: what runs LiteRT's programs.
       processors: 2 to prefill by the folder's stages on two processors, whose measured times are stored.
 
     Raises:
@@ -267,7 +271,7 @@ def open_program_model(
     """
     require_not_forked()
     began = time.perf_counter()
-    executor = open_executor(folder, threads=threads)
+    executor = open_executor(folder, threads=threads, accelerator=accelerator)
     tokenizer = Tokenizer(executor.manifest.read_tokenizer(folder))
     if token_chooser is None:
         # Here, because LiteRT's programs run without JAX.

@@ -12,6 +12,7 @@ import pytest
 from jaxllm.export.litertlm import export_litertlm
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
+from jaxllm.export.tflite import export_tflite
 from tests.export.compiled import on_gpu, partitions
 from tests.export.models import CHUNKS, CONTEXT, PROMPTS, models_of
 
@@ -90,6 +91,32 @@ def test_the_runtime_of_language_models_answers_on_its_gpu_as_on_the_cpu(tmp_pat
     cpu, gpu = on_gpu(DRIVER, tmp_path, "-c", _ASKED, bundle, 128, _STORY)
     assert cpu == gpu
     assert all(cpu)
+
+
+_OPENED = """
+import json, logging, pathlib, sys
+from jaxllm.export.device.opening import open_device
+from jaxllm.serving.engine.request import GenerationConfig
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+config = GenerationConfig(max_tokens=12, ignore_eos=True)
+folder, text = pathlib.Path(sys.argv[1]), sys.argv[2]
+answers = []
+for each in ("cpu", "gpu"):
+    engine = open_device(folder, accelerator=each)
+    answers.append([engine.model.executor.accelerator, engine.generate(text, config).tokens])
+print(json.dumps(answers))
+"""
+
+
+@gpu
+def test_a_folders_loop_answers_on_the_gpu_after_its_golden_answers(tmp_path):
+    """The GPU takes a part of its operations: their masks are made on the CPU."""
+    subject = dataclasses.replace(read_subject(packaged("draft")), tiny_lm=None)
+    plan = ExportPlan(context_tokens=128, chunk_tokens=(32,), cache_tokens=())
+    export_tflite(subject, tmp_path / "programs", plan)
+    (_, cpu), (used, found) = on_gpu(DRIVER, tmp_path, "-c", _OPENED, tmp_path / "programs", _STORY)
+    assert used == "gpu"
+    assert found == cpu
 
 
 @pytest.mark.skipif(

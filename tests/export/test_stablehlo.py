@@ -23,8 +23,9 @@ from jaxllm.export.programs.jax_programs import StableHloExecutor
 from jaxllm.export.programs.model import ProgramModel, open_program
 from jaxllm.export.programs.runner import ProgramRunner
 from jaxllm.export.signatures import ExportPlan, step_shapes
-from jaxllm.export.stablehlo import PLATFORMS, export_stablehlo, traced, verify
+from jaxllm.export.stablehlo import PLATFORMS, export_stablehlo, traced
 from jaxllm.export.subject import read_subject
+from jaxllm.export.verification import run_of_folder, verify
 from jaxllm.models.decoder import forward_documents, logits
 from jaxllm.sampling import Sampling
 from jaxllm.serving.buckets.bucket_table import CompiledBucketFolder
@@ -256,12 +257,12 @@ def test_folders_of_other_weights_and_devices(stablehlo, subject, tmp_path):
 
 
 def test_a_program_that_computes_something_else_is_not_exported(stablehlo, subject):
+    run, plan = run_of_folder(stablehlo, subject), PLAN.resolved(subject.cfg)
+    decode = [each for each in Manifest.read(stablehlo).signatures if each.name == "decode"]
+    verify(run, decode, subject, plan, "f32")
     arrays = {**subject.arrays, "embed.tokens": subject.arrays["embed.tokens"] * 1.01}
-    (decode,) = [each for each in Manifest.read(stablehlo).signatures if each.name == "decode"]
-    verify(stablehlo, decode, subject, PLAN, precision="f32")
-    other = dataclasses.replace(subject, arrays=arrays)
-    with pytest.raises(ProgramError, match="decode differs from its step"):
-        verify(stablehlo, decode, other, PLAN, precision="f32")
+    with pytest.raises(ProgramError, match="the program decode differs from its step by 1%"):
+        verify(run, decode, dataclasses.replace(subject, arrays=arrays), plan, "f32")
 
 
 def test_what_is_refused_or_fails_leaves_nothing(subject, tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -35,6 +35,7 @@ from jaxllm.export.device.opening import (
     weights_bytes,
 )
 from jaxllm.export.device.service import ProgramService
+from jaxllm.export.programs.executor import Accelerator
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.option_types import Level, Size
 from jaxllm.options import combined
@@ -61,6 +62,7 @@ class _Choice:
     memory_bytes: int
     drafts: SpeculationOptions | None
     processors: int
+    accelerator: Accelerator
     adapter: str | None
     imported_ms: float | None
 
@@ -73,6 +75,7 @@ class _Choice:
             memory_bytes=self.memory_bytes,
             drafts=self.drafts,
             processors=self.processors,
+            accelerator=self.accelerator,
         )
         engine.set_adapter(self.adapter)
         return engine
@@ -140,6 +143,12 @@ _context_options = combined(
     type=click.IntRange(1, 2),
     default=1,
     help="2 runs the stages of a w8a8 folder (--stages) on two groups of cores, out of order.  [default: 1]",
+)
+@click.option(
+    "--accelerator",
+    type=click.Choice(get_args(Accelerator)),
+    default="cpu",
+    help="What runs a TFLite folder; the CPU does where the GPU cannot or errs.  [default: cpu]",
 )
 @click.option(
     "--adapter",

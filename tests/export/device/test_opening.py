@@ -4,6 +4,8 @@ its command answers."""
 import dataclasses
 import importlib.metadata
 import json
+import shutil
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -81,12 +83,51 @@ def test_a_runtime_must_be_there_and_not_older(folder, monkeypatch):
         require_runtime(folder, manifest)
 
 
-# The service
-
-
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("JAXLLM_CACHE", str(tmp_path / "cache"))
+
+
+def test_golden_answers_are_compared_at_the_first_start(folder, cache, tmp_path, monkeypatch, caplog):
+    manifest = Manifest.read(folder)
+    assert [each.level for each in manifest.golden] == [40, 100]
+    place = tmp_path / "copy"
+    shutil.copytree(folder, place)
+    golden = manifest.golden[-1]
+    others = tuple(token ^ 1 if place == 2 else token for place, token in enumerate(golden.tokens))
+    wrong = dataclasses.replace(golden, tokens=others)
+    dataclasses.replace(manifest, golden=(wrong,)).write(place)
+    for _ in range(2):
+        with pytest.raises(
+            ProgramError, match=rf"level 100 answers otherwise .* 3 is {golden.tokens[2]}, not"
+        ):
+            open_device(place)
+    manifest.write(place)
+    open_device(place)
+    monkeypatch.setattr(opening, "require_golden", Mock(side_effect=ProgramError("again")))
+    open_device(place)
+    # An accelerator that ended a process is not tried again.
+    dataclasses.replace(manifest, made_with={**manifest.made_with, "jaxllm": "0"}, name="other").write(place)
+    real, begun = opening.open_program_model, []
+
+    def opened(*args, accelerator, **options):
+        if accelerator == "gpu":
+            begun.extend((tmp_path / "cache").rglob("*.begun"))
+            raise ProgramError("no driver")
+        return real(*args, **options)
+
+    monkeypatch.setattr(opening, "open_program_model", opened)
+    open_device(place, accelerator="gpu")
+    assert "the GPU is not used, but the CPU: no driver" in caplog.text
+    (mark,) = begun
+    assert not mark.exists()
+    mark.touch()
+    open_device(place, accelerator="gpu")
+    assert f"it has ended a process that tried it; to try it again, remove {mark}" in caplog.text
+    assert begun == [mark]
+
+
+# The service
 
 
 def test_a_call_takes_the_level_that_is_in_time(engine, profile):

@@ -1,0 +1,215 @@
+"""Compares the programs of a new folder, as their runtime runs them, with the steps they were made of."""
+
+import contextlib
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import numpy as np
+from ml_dtypes import bfloat16
+
+from jaxllm.config import FULL_LEVEL
+from jaxllm.errors import ProgramError, one_line
+from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest, Precision
+from jaxllm.export.folder_format.signature import (
+    CHUNK_TOKENS,
+    CHUNKS,
+    CODED_KINDS,
+    KEYS,
+    MASK,
+    POSITIONS,
+    SOURCE_TOKENS,
+    STOP_IDS,
+    VALUES,
+    Interface,
+    Signature,
+    controls,
+)
+from jaxllm.export.folder_format.weights import read_weights
+from jaxllm.export.programs.executor import Executor
+from jaxllm.export.programs.golden import with_golden
+from jaxllm.export.programs.litert import captured_messages
+from jaxllm.export.programs.model import ProgramModel
+from jaxllm.export.signatures import MASKED_KINDS, ExportPlan, step_weights, subject_step
+from jaxllm.export.subject import Subject
+from jaxllm.kernels.native import without_native_kernels
+from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
+from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.host.progress import Progress
+from jaxllm.text.tokenizer import Tokenizer
+
+# Allowed size of the difference of a program and its step, relative to what the step computes: of two
+# compilations, and of quantized weights; programs of other weights differ by 1.4.
+_TOLERANCES = {"f32": 1e-4, "bf16": 5e-2, "int8": 0.2, "int4": 0.6, "w8a8": 1.0}
+_LOOSE = 0.1
+
+
+# Runs the program of a signature over caches and inputs by name; returns its caches and outputs.
+Run = Callable[[Signature, dict[str, np.ndarray], dict[str, np.ndarray]], Mapping[str, Any]]
+
+
+def verify(
+    run: Run,
+    signatures: Sequence[Signature],
+    subject: Subject,
+    plan: ExportPlan,
+    precision: Precision,
+    progress: Progress | None = None,
+) -> None:
+    """Runs every program once, and its step of the subject's weights on the same inputs.
+
+    Args:
+      run: runs programs.
+      signatures: theirs.
+      subject: the exported model, in float32 or bfloat16.
+      plan: the resolved plan of the export.
+      precision: precision of the programs.
+      progress: callback for ("verify", programs done, number of programs).
+
+    Raises:
+      ProgramError: the results differ, or a program does not run.
+    """
+    dtype, tolerance = np.dtype(bfloat16 if precision == "bf16" else np.float32), _TOLERANCES[precision]
+    for done, signature in enumerate(signatures):
+        vocab_size = subject.levels[signature.level].cfg.vocab_size
+        if signature.kind == "tiny_lm":
+            assert subject.tiny_lm is not None
+            vocab_size = subject.tiny_lm.cfg.encoder.vocab_size
+        room = plan.room(signature)
+        caches, inputs = example_arguments(
+            signature, plan.interface(signature, subject, dtype), vocab_size, room
+        )
+        if plan.masked and signature.kind in MASKED_KINDS:
+            inputs[MASK] = (np.arange(room) <= inputs[POSITIONS][:, None])[None, None]
+        weights, step = dict(step_weights(signature, subject)), subject_step(signature, subject, dtype)
+        with without_native_kernels():
+            wanted = jax.jit(step)(weights, caches, inputs)
+        found = run(signature, caches, inputs)
+        if precision == "w8a8" and (first := {KEYS.format(0), VALUES.format(0)}) <= wanted.keys():
+            # Random inputs exceed the ranges of a text, and each layer multiplies what is lost.
+            wanted = {name: wanted[name] for name in first}
+        for output, each in wanted.items():
+            this, that = (np.asarray(array, np.float32) for array in (found[output], each))
+            change = that - np.asarray(caches[output], np.float32) if output in caches else that
+            difference = _size(this - that) / max(_size(change), 1e-6)
+            # Rounding decides between tokens of quantized weights.
+            if not difference <= tolerance and (tolerance < _LOOSE or each.dtype == np.float32):
+                raise ProgramError(
+                    f"the program {signature.name} differs from its step by {difference:.0%} in {output}; "
+                    "report this model and the versions of jax and of what compiled it"
+                )
+        if progress is not None:
+            progress("verify", done + 1, len(signatures))
+
+
+def run_of_folder(folder: Path, subject: Subject) -> Run:
+    """Runs StableHLO programs from their files, with the weights from theirs."""
+    stored = read_weights(folder / WEIGHTS, model=subject.model)
+
+    def run(signature: Signature, caches: Any, inputs: Any) -> Mapping[str, Any]:
+        weights: Mapping[str, Any] = {}
+        if signature.kind == "tiny_lm":
+            weights = read_weights(folder / TINY_WEIGHTS, model=subject.model)
+        elif signature.kind not in CODED_KINDS:
+            weights = subject.levels[signature.level].views(stored)
+        program = jax.export.deserialize(bytearray((folder / signature.file).read_bytes()))
+        return jax.jit(program.call)(weights, caches, inputs)
+
+    return run
+
+
+@contextlib.contextmanager
+def run_of_model(model: bytes) -> Iterator[Run]:
+    """Runs the signatures of a `.tflite` model by LiteRT.
+
+    Raises:
+      ProgramError: LiteRT refuses the model.
+    """
+    from ai_edge_litert.compiled_model import CompiledModel
+
+    with tempfile.TemporaryDirectory() as folder, captured_messages():
+        (path := Path(folder) / "model.tflite").write_bytes(model)
+        try:
+            opened = CompiledModel.from_file(str(path))
+        except RuntimeError as error:
+            raise ProgramError(f"LiteRT refuses the model ({one_line(error)})") from error
+
+        def run(signature: Signature, caches: Any, inputs: Any) -> Mapping[str, Any]:
+            name, given, results = signature.name, {}, {}
+            facts, details = opened.get_signature_list()[name], opened.get_output_tensor_details(name)
+            for each in facts["inputs"]:
+                given[each] = opened.create_input_buffer_by_name(name, each)
+                given[each].write(np.ascontiguousarray({**caches, **inputs}[each]))
+            for each in facts["outputs"]:
+                results[each] = opened.create_output_buffer_by_name(name, each)
+            opened.run_by_name(name, given, results)
+            found = {}
+            for each, buffer in results.items():
+                shape, dtype = tuple(details[each]["shape"]), np.dtype(details[each]["dtype"])
+                found[each] = np.array(buffer.read(math.prod(shape), dtype.type)).reshape(shape)
+            return found
+
+        try:
+            yield run
+        finally:
+            opened.close()
+
+
+def write_golden(folder: Path, executor: Executor, subject: Subject) -> Manifest:
+    """Writes golden answers into the manifest of a new folder, whose programs `executor` runs."""
+    model = ProgramModel(executor, Tokenizer(subject.tokenizer))
+    manifest = with_golden(executor.manifest, Engine(model, FULL_LEVEL, None))
+    manifest.write(folder)
+    return manifest
+
+
+def example_arguments(
+    signature: Signature, interface: Interface, vocab_size: int, cache_tokens: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns random caches and inputs of a program: a chunk whose last token is padding, a tree of two
+    branches, a greedy block of full length, a source whose last token is padding, chunks in reverse order.
+
+    Greedy, because a sum that two compilers round differently may decide between sampled tokens.
+    """
+    count, draw = signature.tokens, np.random.default_rng(signature.tokens + signature.bits)
+
+    def drawn(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        if dtype.kind in "iub":
+            return draw.integers(0, {"i": vocab_size, "u": 99, "b": 2}[dtype.kind], shape).astype(dtype)
+        return (0.1 * draw.standard_normal(shape)).astype(dtype)
+
+    caches = {name: 10 * drawn(*each) for name, each in interface.caches.items()}
+    inputs = {name: drawn(*each) for name, each in interface.inputs.items()}
+    if signature.kind == "tiny_lm":
+        inputs[MASK] = np.arange(count)[None] < count - 1
+    if signature.kind == "encode":
+        inputs[SOURCE_TOKENS][:] = max(1, count - 1)
+    elif SOURCE_TOKENS in inputs:
+        inputs[SOURCE_TOKENS][:] = max(1, interface.inputs["source_k_0"][0][2] - 1)
+    if CHUNKS in inputs:
+        inputs[CHUNKS] = np.arange(count // CHUNK_TOKENS, dtype=np.int32)[::-1].copy()
+    if POSITIONS not in inputs:
+        return caches, inputs
+    start = min(3, cache_tokens - count)
+    positions = np.arange(start, start + len(inputs[POSITIONS]), dtype=np.int32)
+    inputs[POSITIONS] = positions
+    if signature.kind == "block":
+        state = sampler_state(Sampling(), [], vocab_size, 0)
+        inputs |= controls(state, np.full(STOP_IDS, NO_TOKEN, np.int32), count)
+    elif signature.kind == "verify":
+        inputs[MASK] = np.tril(np.ones((count, count), np.bool_))
+        # The last node is a second child of the root.
+        inputs[MASK][-1, 1:-1] = False
+        positions[-1] = start + 1
+    elif count > 1:
+        positions[-1] = 0
+    return caches, inputs
+
+
+def _size(array: np.ndarray) -> float:
+    """The root of the mean square of an array."""
+    return float(np.sqrt(np.mean(np.square(array, dtype=np.float64)))) if array.size else 0.0
