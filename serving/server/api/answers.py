@@ -249,7 +249,7 @@ async def _merged(streams: Sequence[AsyncIterator[Choice]]) -> AsyncGenerator[Ch
         await asyncio.gather(*left, return_exceptions=True)
 
 
-_MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
+_MAX_STOPS, _MAX_STOP_CHARACTERS, _MOST_NAMED = 16, 256, 8
 _STRICT = re.compile(r"(.*);\s*strict\s*", re.DOTALL)
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -496,6 +496,11 @@ async def _biases(state: ApiState, given: LogitBias | None) -> tuple[tuple[int, 
     pairs = [*given.items()] if isinstance(given, dict) else given or []
     if len(pairs) > MAX_LOGIT_BIASES:
         raise ApiError(f"logit_bias has at most {MAX_LOGIT_BIASES} entries", param="logit_bias")
+    wrong = [token for token, _ in pairs if isinstance(token, str) and not _is_id(token)]
+    if isinstance(given, dict) and wrong:
+        names = ", ".join(f"{token!r:.40}" for token in wrong[:_MOST_NAMED])
+        message = f"logit_bias must have token ids as keys, got {names}{', ...' * (len(wrong) > _MOST_NAMED)}"
+        raise ApiError(message, param="logit_bias")
     found: dict[int, float] = {}
     for token, value in pairs:
         number = -math.inf if value is False else float(value)
@@ -503,14 +508,16 @@ async def _biases(state: ApiState, given: LogitBias | None) -> tuple[tuple[int, 
             raise ApiError("logit_bias must have numbers as values", param="logit_bias")
         if isinstance(token, int):
             found[token] = number
-        elif token.isascii() and token.isdecimal() and len(token) <= 10:
+        elif _is_id(token):
             found[int(token)] = number
-        elif isinstance(given, dict):
-            raise ApiError(f"logit_bias must have token ids as keys, got {token!r:.40}", param="logit_bias")
         else:
             ids = await state.backend.tokenize(token, special=False)
             found |= dict.fromkeys(ids, number)
     return tuple(found.items())
+
+
+def _is_id(token: str) -> bool:
+    return token.isascii() and token.isdecimal() and len(token) <= 10
 
 
 def _config(
@@ -526,14 +533,14 @@ def _config(
         state.max_tokens if params.max_tokens is None else params.max_tokens,
         state.backend.facts().window_tokens,
     )
-    if 0 < body.min_tokens < most:
-        message = f"min_tokens is 0, or max_tokens ({most}), which ignores the end as ignore_eos does"
-        raise ApiError(message, code="unsupported_value", param="min_tokens")
+    if body.min_tokens > most:
+        raise ApiError(f"min_tokens must be at most max_tokens ({most})", param="min_tokens")
     return GenerationConfig(
         max_tokens=most,
+        min_tokens=body.min_tokens,
         stop=stops,
         stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=body.ignore_eos or body.min_tokens >= most,
+        ignore_eos=body.ignore_eos,
         sampling=Sampling(logit_bias=biases, **sampling_of(state, body, params.temperature)),
         task=body.task or "",
         top_logprobs=params.top_logprobs,

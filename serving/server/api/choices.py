@@ -83,6 +83,8 @@ class Choice:
         self.tokens: list[int] = []
         self.characters = self.reasoning_tokens = 0
         self.unmet = ""
+        # Times of the first piece and the last.
+        self._times_s: tuple[float, float] | None = None
         self.new: Sequence[Part] = ()
         self.new_logprobs: Sequence[TokenLogprob] = ()
         # Tokens whose part is not known yet, as characters and log-probabilities, and the last known part.
@@ -139,6 +141,8 @@ class Choice:
                     known += self._decided(parts)
                     news += parts
                 self._report_seen(news, event.at_s)
+                first_s, _ = self._times_s or (event.at_s, 0.0)
+                self._times_s = first_s, event.at_s
             case Ended():
                 self.ended = event
                 cut = event.finish_reason == "length" or event.stop_string is not None
@@ -207,6 +211,21 @@ class Choice:
                 if not self.parts or self.parts[-1].kind != kind:
                     self.parts.append(AnswerPart(kind=kind))
                 self.parts[-1].pieces.append(part.text)
+
+    def timings(self) -> dict[str, float]:
+        """Numbers of tokens and times so far, as llama.cpp's server reports them; empty before any."""
+        start, times_s = self.started, self._times_s
+        if start is None or times_s is None:
+            return {}
+        found: dict[str, float] = {"cache_n": start.reused_tokens}
+        for name, count, took_s in (
+            ("prompt", start.prompt_tokens - start.reused_tokens, times_s[0] - self.job.arrived_s),
+            ("predicted", len(self.tokens), times_s[1] - times_s[0]),
+        ):
+            found |= {f"{name}_n": count, f"{name}_ms": 1000 * took_s}
+            found[f"{name}_per_token_ms"] = 1000 * took_s / max(count, 1)
+            found[f"{name}_per_second"] = count / took_s if took_s > 0 else 0.0
+        return found
 
     def facts(self) -> dict[str, Any]:
         """The `jaxllm` object: plan and cost."""

@@ -98,6 +98,7 @@ class ChatBody(SamplingFields, kw_only=True):
     reasoning_effort: str | None = None
     reasoning: ReasoningFields | None = None
     prompt_logprobs: TopLogprobs | None = None
+    timings_per_token: bool = False
 
 
 class CompletionBody(SamplingFields, kw_only=True):
@@ -113,6 +114,7 @@ class CompletionBody(SamplingFields, kw_only=True):
     suffix: str = ""
     echo: bool = False
     prompt_logprobs: TopLogprobs | None = None
+    timings_per_token: bool = False
     level: int | None = None
 
     @property
@@ -303,8 +305,7 @@ class ShowBody(msgspec.Struct, kw_only=True):
 class PullBody(msgspec.Struct, kw_only=True):
     """A model to load, in Ollama's format."""
 
-    model: str = ""
-    name: str = ""
+    model: str
     stream: bool = True
 
 
@@ -347,8 +348,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "post_sampling_probs": (False,), "prompt_embeds": (), "reasoning_format": ("auto", "deepseek"),
     "return_hidden_states": (False,), "return_tokens_as_token_ids": (False,), "separate_reasoning": (True,),
     "session_params": (), "skip_special_tokens": (True,), "stop_regex": ([],), "tfs_z": (1,),
-    "top_a": (0,), "top_n_sigma": (-1, 0), "typical_p": (1,), "use_beam_search": (False,),
-    "xtc_probability": (0,),
+    "top_a": (0,), "top_n_sigma": (-1, 0), "truncation_side": ("left",), "typical_p": (1,),
+    "use_beam_search": (False,), "xtc_probability": (0,),
 }  # fmt: skip
 _VALUES: Values = {
     "max_tokens": {-1: _UNLIMITED}, "max_completion_tokens": {-1: _UNLIMITED}, "top_k": {-1: 0},
@@ -375,15 +376,16 @@ _OLLAMA_VALUES: Values = {
 
 CHAT = Dialect(
     name="chats", body=ChatBody, synonyms=_SYNONYMS | _LENGTHS, values=_VALUES,
-    hints=_HINTS | {"store", "messages.provider_specific_fields", "tools.cache_control"},
+    hints=_HINTS - {"timings_per_token"}
+    | {"store", "messages.provider_specific_fields", "tools.cache_control"},
     refused=_REFUSED | {
         "audio": (), "function_call": ("none",), "functions": ([],), "modalities": (["text"],),
         "moderation": (), "plugins": ([],), "web_search_options": (),
     },
 )  # fmt: skip
 COMPLETION = Dialect(
-    name="completions", body=CompletionBody, synonyms=_SYNONYMS | _LENGTHS, values=_VALUES, hints=_HINTS,
-    refused=_REFUSED | {"best_of": (1,)},
+    name="completions", body=CompletionBody, synonyms=_SYNONYMS | _LENGTHS, values=_VALUES,
+    hints=_HINTS - {"timings_per_token"}, refused=_REFUSED | {"best_of": (1,)},
 )  # fmt: skip
 RESPONSE = Dialect(
     name="responses", body=ResponseBody, values=_VALUES,
@@ -419,7 +421,7 @@ EMBEDDING = Dialect(
     refused={"dimensions": (), "add_special_tokens": (True,)},
 )  # fmt: skip
 SHOW = Dialect(name="Ollama's facts", body=ShowBody, synonyms={"name": "model"})
-PULL = Dialect(name="Ollama's pull", body=PullBody, hints=frozenset({"insecure"}))
+PULL = Dialect(name="Ollama's pull", body=PullBody, synonyms={"name": "model"}, hints=frozenset({"insecure"}))
 DIALECTS: tuple[Dialect[Any], ...] = (
     CHAT, COMPLETION, RESPONSE, MESSAGES, COUNT, OLLAMA_CHAT, GENERATE, EMBEDDING,
     EMBED,

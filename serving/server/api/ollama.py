@@ -1,6 +1,8 @@
 """Serves Ollama's paths as a thin layer over the same calls. One model is served, and stays loaded."""
 
+import asyncio
 import datetime
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
@@ -8,6 +10,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from jaxllm.errors import CheckpointError, JaxllmError
+from jaxllm.formats import HUB
 from jaxllm.serving.server.api.answers import (
     SAMPLING,
     AnswerParams,
@@ -18,7 +22,7 @@ from jaxllm.serving.server.api.answers import (
 )
 from jaxllm.serving.server.api.choices import AnswerPart, Choice
 from jaxllm.serving.server.api.dialect import ignore
-from jaxllm.serving.server.api.errors import ApiError, ollama_body
+from jaxllm.serving.server.api.errors import ApiError, api_error, ollama_body
 from jaxllm.serving.server.api.fields import (
     EMBED,
     GENERATE,
@@ -35,7 +39,7 @@ from jaxllm.serving.server.api.grammars import format_grammar
 from jaxllm.serving.server.api.messages import messages_of
 from jaxllm.serving.server.api.openai import LoggedText, chat_logprobs, requested_logprobs
 from jaxllm.serving.server.api.reasoning import Reasoning, Switch
-from jaxllm.serving.server.api.requests import ApiRequest, ApiState
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Streamed, require_operator
 from jaxllm.serving.server.api.resources import embedded
 from jaxllm.serving.server.api.tool_use import ToolUse, openai_choice, tools_of
 from jaxllm.serving.server.calls import CallPrompt, Conversation, ModelFacts
@@ -152,19 +156,62 @@ async def show(state: ApiState, request: ApiRequest) -> dict[str, Any]:
 
 
 async def pull(state: ApiState, request: ApiRequest) -> Any:
-    """Reports that the served model is there; others are for the operator to serve."""
+    """Downloads a model of the hub for a later start; reports that the served one is there."""
     body = state.body(request, PULL)
-    try:
-        facts, _ = state.model(body.model or body.name)
-    except ApiError as error:
-        message = f"{error}; this service has one model: start `jaxllm serve --model NAME` for another"
-        raise ApiError(message, status=404, code="model_not_found", param="model") from None
-    layer = {"status": f"pulling {facts.digest[:12]}", "digest": f"sha256:{facts.digest}"}
-    steps = [layer | {"total": facts.size_bytes, "completed": facts.size_bytes}, {"status": "success"}]
+    name = re.sub(r"^(https://)?(hf\.co|huggingface\.co)/", HUB, body.model)
+    if name.startswith(HUB):
+        require_operator(request, "models")
+        steps = _downloaded(name)
+    else:
+        try:
+            facts, _ = state.model(name)
+        except ApiError as error:
+            message = f"{error}; this service has one model: pull others of the hub as {HUB}OWNER/NAME"
+            raise ApiError(message, status=404, code="model_not_found", param="model") from None
+        layer = {"status": f"pulling {facts.digest[:12]}", "digest": f"sha256:{facts.digest}"}
+        layer |= {"total": facts.size_bytes, "completed": facts.size_bytes}
+        steps = _present(layer)
     if not body.stream:
-        return steps[-1]
-    lines = b"".join(map(_line, [{"status": "pulling manifest"}, *steps]))
-    return Response(lines, media_type=_LINES)
+        return [step async for step in steps][-1]
+
+    async def lines() -> AsyncGenerator[bytes, None]:
+        try:
+            async for step in steps:
+                yield _line(step)
+        except JaxllmError as error:
+            yield _line(ollama_body(api_error(error)))
+
+    return Streamed(lines(), lambda: None, _LINES, state.write_s)
+
+
+async def _present(layer: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    for step in ({"status": "pulling manifest"}, layer, {"status": "success"}):
+        yield step
+
+
+async def _downloaded(name: str) -> AsyncGenerator[dict[str, Any], None]:
+    """Downloads a model of the hub; reports its progress. A download whose client leaves goes on."""
+    # Imported here: exported programs know no hub.
+    from jaxllm.serving.sources.hub import find_at_hub
+
+    yield {"status": "pulling manifest"}
+    loop, news = asyncio.get_running_loop(), asyncio.Queue[dict[str, int] | None]()
+
+    def report(_stage: str, done: int, total: int) -> None:
+        loop.call_soon_threadsafe(news.put_nowait, {"completed": done, "total": total})
+
+    work = asyncio.ensure_future(asyncio.to_thread(find_at_hub, name, report))
+    work.add_done_callback(lambda _: news.put_nowait(None))
+    while (progress := await news.get()) is not None:
+        # Of many reports the last.
+        if news.empty():
+            yield {"status": f"pulling {name}", "digest": name, **progress}
+    try:
+        await work
+    except CheckpointError as error:
+        raise ApiError(str(error), code="model_unavailable", param="model") from error
+    yield {"status": f"downloaded; start `jaxllm serve --model {name}` to serve it"}
+    yield {"status": "success"}
 
 
 async def refuse(state: ApiState, request: ApiRequest) -> Any:

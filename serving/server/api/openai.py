@@ -56,7 +56,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
     top_logprobs = requested_logprobs(body.top_logprobs, body.logprobs, "logprobs to be true")
-    options = _stream_options(body)
+    _require_stream(body)
     use = tools_of(body.tools, openai_choice(body.tool_choice, body.parallel_tool_calls))
     also = body.reasoning or ReasoningFields()
     reasoning = reasoning_in(
@@ -86,7 +86,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
     prompt = await state.conversation(
         request.app, messages, use.tools, continue_final=continues, template_options=reasoning.options
     )
-    scores: dict[str, Any] = {}
+    scores: dict[str, Any] = {"prompt_logprobs": None}
     if (top := body.prompt_logprobs) is not None:
         if body.stream:
             raise ApiError("prompt_logprobs cannot be streamed", param="stream")
@@ -99,9 +99,11 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
     base |= {"system_fingerprint": state.fingerprint}
     base |= {} if body.service_tier is None else {"service_tier": body.service_tier}
     if body.stream:
-        base |= {"object": "chat.completion.chunk"} | ({"usage": None} if options.include_usage else {})
+        base |= {"object": "chat.completion.chunk"} | (
+            {"usage": None} if body.stream_options and body.stream_options.include_usage else {}
+        )
         logged = [LoggedText(state) if body.logprobs else None for _ in answer.choices]
-        return await _streamed(answer, base, _chat_deltas(logged, use), options)
+        return await _streamed(answer, base, _chat_deltas(logged, use), body)
     choices = []
     for choice in await answer.whole():
         called = {"tool_calls": [_called(call) for call in choice.calls]} if choice.calls else {}
@@ -127,10 +129,9 @@ async def count_tokens(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     return {"object": "chat.completion.input_tokens", "input_tokens": len(await prompt_ids_of(state, prompt))}
 
 
-def _stream_options(body: ChatBody | CompletionBody) -> StreamOptions:
+def _require_stream(body: ChatBody | CompletionBody) -> None:
     if body.stream_options is not None and not body.stream:
         raise ApiError("stream_options requires stream to be true", param="stream_options")
-    return body.stream_options or StreamOptions()
 
 
 def _usage(answer: Answer) -> dict[str, Any]:
@@ -145,7 +146,8 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def _whole(answer: Answer, base: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {**base, "choices": choices, "usage": _usage(answer), "jaxllm": answer.facts()}
+    own = {"jaxllm": answer.facts(), "timings": answer.choices[0].timings()}
+    return {**base, "choices": choices, "usage": _usage(answer), **own}
 
 
 # Makes the choices of the chunks that report an answer's news, without their indices.
@@ -153,13 +155,19 @@ _Deltas = Callable[[Choice], AsyncGenerator[dict[str, Any], None]]
 
 
 async def _streamed(
-    answer: Answer, base: dict[str, Any], deltas: _Deltas, options: StreamOptions
+    answer: Answer, base: dict[str, Any], deltas: _Deltas, body: ChatBody | CompletionBody
 ) -> Streamed:
+    options = body.stream_options or StreamOptions()
+    continuous = options.include_usage and options.continuous_usage_stats
+
     async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
         async for choice in news:
             async for entry in deltas(choice):
                 more = {"jaxllm": choice.facts()} if entry["finish_reason"] else {}
-                more |= {"usage": _usage(answer)} if options.continuous_usage_stats else {}
+                # Of one token there is no rate yet.
+                if entry["finish_reason"] or (body.timings_per_token and len(choice.tokens) > 1):
+                    more["timings"] = choice.timings()
+                more |= {"usage": _usage(answer)} if continuous else {}
                 yield event_frame({**base, "choices": [{"index": choice.index, **entry}], **more})
         if options.include_usage:
             yield event_frame({**base, "choices": [], "usage": _usage(answer), "jaxllm": answer.facts()})
@@ -239,7 +247,7 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
     """Continues texts, as a whole or as server-sent events."""
     body = state.body(request, COMPLETION)
     facts, adapter = state.model(body.model)
-    options = _stream_options(body)
+    _require_stream(body)
     params = AnswerParams(
         adapter=adapter,
         n=body.n,
@@ -270,6 +278,7 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
         logprobs = completion_logprobs(tokens) if tokens or (whole and tokens is not None) else None
         reason = choice.finish_reason if choice.ended else None
         found = {"text": text, "logprobs": logprobs, "finish_reason": reason}
+        found |= {} if body.stream else {"prompt_logprobs": None}
         if not scored:
             return found
         prompt = scored[choice.index // body.n]
@@ -286,7 +295,7 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
             yield part
 
     if body.stream:
-        return await _streamed(answer, base, deltas, options)
+        return await _streamed(answer, base, deltas, body)
     ended = await answer.whole()
     choices = [{"index": each.index, **await entry(each, each.text, whole=True)} for each in ended]
     return _whole(answer, base, choices)

@@ -120,6 +120,17 @@ class ApiRequest:
         return f"{self.request_id}.{uuid.uuid4().hex[:12]}"
 
 
+def require_operator(request: ApiRequest, what: str) -> None:
+    """Raises ApiError if the caller may not change what all apps share."""
+    if not request.operator:
+        raise ApiError(
+            f"{what} are of all apps, and for operators to change: send a key made with `jaxllm keys add "
+            "NAME --operator`, or call over the Unix socket as root or as the service's user",
+            status=403,
+            code="not_operator",
+        )
+
+
 class ApiState:
     """State of the handlers, limits and defaults.
 

@@ -163,7 +163,7 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
     )  # fmt: skip
     items, messages, context, context_tokens = await _history(state, request, body)
     if body.background and (body.stream or not body.store):
-        message = "a response in the background is stored, and polled: leave stream out, and store too"
+        message = "background can only be used when `store` is true, and stream is not: it is polled"
         raise ApiError(message, param="background")
     prompt = await state.conversation(request.app, messages, use.tools, template_options=reasoning.options)
     if body.truncation == "auto":
@@ -228,7 +228,7 @@ async def cancel(state: ApiState, request: ApiRequest) -> Response:
     await state.background.cancel(request.app, request.path["name"])
     stored = await _stored(state, request)
     if not msgspec.json.decode(stored.response)["background"]:
-        raise ApiError("only responses made in the background can be cancelled")
+        raise ApiError("Cannot cancel a synchronous response: only those made in the background")
     return Response(bytes(stored.response), media_type="application/json")
 
 
