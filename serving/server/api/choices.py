@@ -8,15 +8,7 @@ from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.server.calls import Ended, Event, Piece, Started
 from jaxllm.serving.server.job import Job
 from jaxllm.serving.server.limits import written
-from jaxllm.text.answer_parts import (
-    AnswerScanner,
-    CallArguments,
-    CallBegins,
-    CallEnds,
-    Part,
-    Text,
-    Thinking,
-)
+from jaxllm.text.answer_parts import AnswerScanner, CallArguments, CallBegins, CallEnds, Part, Text, Thinking
 
 # Makes a scanner for each answer; None if answers are only text.
 MakeScanner = Callable[[], AnswerScanner] | None
@@ -136,11 +128,13 @@ class Choice:
             case Piece():
                 self.tokens += event.tokens
                 for text, tokens, logprobs in self._slices(event):
-                    parts = self._fed(text)
+                    parts = (Text(text),) * bool(text) if self._scanner is None else self._scanner.feed(text)
                     self._undecided += zip((len(text), *[0] * (tokens - 1)), logprobs, strict=True)
                     known += self._decided(parts)
                     news += parts
-                self._report_seen(news, event.at_s)
+                if not self._seen and any(not isinstance(each, Thinking) for each in news):
+                    self._seen = True
+                    self.job.saw_answer(event.at_s)
                 first_s, _ = self._times_s or (event.at_s, 0.0)
                 self._times_s = first_s, event.at_s
             case Ended():
@@ -152,11 +146,6 @@ class Choice:
         self.logprobs += known
         for part in news:
             self._add(part)
-
-    def _fed(self, text: str) -> Sequence[Part]:
-        if self._scanner is None:
-            return (Text(text),) if text else ()
-        return self._scanner.feed(text)
 
     def _slices(self, piece: Piece) -> Iterator[tuple[str, int, Sequence[TokenLogprob | None]]]:
         """A piece's text, number of tokens and their log-probabilities: token by token where reasoning is
@@ -190,12 +179,6 @@ class Choice:
             self._in_thought = isinstance(parts[-1], Thinking) if parts else self._in_thought
         self.characters += sum(characters for characters, _ in undecided)
         return [logprob for _, logprob in undecided if logprob is not None]
-
-    def _report_seen(self, parts: Sequence[Part], at_s: float) -> None:
-        """Tells the job of the first text or call."""
-        if not self._seen and any(not isinstance(each, Thinking) for each in parts):
-            self._seen = True
-            self.job.saw_answer(at_s)
 
     def _add(self, part: Part) -> None:
         match part:

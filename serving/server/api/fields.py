@@ -10,6 +10,7 @@ import msgspec
 from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS
 from jaxllm.serving.server.api.context_edits import ContextManagement
 from jaxllm.serving.server.api.dialect import Dialect, Values
+from jaxllm.serving.server.api.errors import ApiError
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -77,19 +78,33 @@ class ReasoningFields(msgspec.Struct, kw_only=True):
     enabled: bool | None = None
 
 
-class ChatBody(SamplingFields, kw_only=True):
-    """A chat of OpenAI's format."""
+class OpenAIBody(SamplingFields, kw_only=True):
+    """What chats and completions of OpenAI's format share."""
 
-    messages: list[Any]
     n: Positive = 1
     stop: str | list[str] | None = None
     max_tokens: int | None = None
+    logit_bias: LogitBias | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    timings_per_token: bool = False
+
+    @property
+    def usage_options(self) -> StreamOptions:
+        """`stream_options`, or its defaults; raises ApiError without a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError("stream_options requires stream to be true", param="stream_options")
+        return self.stream_options or StreamOptions()
+
+
+class ChatBody(OpenAIBody, kw_only=True):
+    """A chat of OpenAI's format."""
+
+    messages: list[Any]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
-    logit_bias: LogitBias | None = None
     response_format: dict[str, Any] | None = None
-    stream_options: StreamOptions | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -97,24 +112,15 @@ class ChatBody(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     reasoning_effort: str | None = None
     reasoning: ReasoningFields | None = None
-    prompt_logprobs: TopLogprobs | None = None
-    timings_per_token: bool = False
 
 
-class CompletionBody(SamplingFields, kw_only=True):
+class CompletionBody(OpenAIBody, kw_only=True):
     """A completion of OpenAI's format."""
 
     prompt: str | list[Any]
-    n: Positive = 1
-    stop: str | list[str] | None = None
-    max_tokens: int | None = None
     logprobs: TopLogprobs | None = None
-    logit_bias: LogitBias | None = None
-    stream_options: StreamOptions | None = None
     suffix: str = ""
     echo: bool = False
-    prompt_logprobs: TopLogprobs | None = None
-    timings_per_token: bool = False
     level: int | None = None
 
     @property

@@ -110,16 +110,8 @@ def finite(value: float) -> float:
 
 
 def requested_logprobs(top: int | None, requested: bool, needed: str) -> int | None:
-    """The number of most likely tokens to return log-probabilities of; None for none.
-
-    Args:
-      top: value of `top_logprobs`.
-      requested: whether log-probabilities are requested.
-      needed: how they are requested, for the error.
-
-    Raises:
-      ApiError: none are requested.
-    """
+    """The number of most likely tokens to return log-probabilities of; None for none. Raises ApiError if none
+    are requested. `needed` says how they are requested, for the error."""
     if top and not requested:
         raise ApiError(f"top_logprobs requires {needed}", param="top_logprobs")
     return (top or 0) if requested else None

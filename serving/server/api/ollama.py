@@ -1,6 +1,7 @@
 """Serves Ollama's paths as a thin layer over the same calls. One model is served, and stays loaded."""
 
 import asyncio
+import dataclasses
 import datetime
 import re
 import time
@@ -105,13 +106,8 @@ async def embed(state: ApiState, request: ApiRequest) -> dict[str, Any]:
 
 async def embeddings(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     """Embeds a text, by the older path."""
-    body = state.body(request, EMBED)
-    _, adapter = state.model(body.model)
-    if not body.prompt:
-        return {"embedding": []}
-    (vector,), _ = await embedded(
-        state, request, body.prompt, adapter, truncate=-1 if body.truncate else None
-    )
+    values = {**request.values, "input": request.values.get("prompt") or []}
+    (vector,) = (await embed(state, dataclasses.replace(request, values=values)))["embeddings"] or [[]]
     return {"embedding": vector}
 
 
@@ -239,12 +235,13 @@ async def _answer(
     use: ToolUse | None = None,
     reasoning: Reasoning | None = None,
 ) -> Any:
-    facts, adapter = state.model(body.model)
+    facts, _ = state.model(body.model)
     options = body.options
     if (options.num_ctx or 0) > facts.window_tokens:
         # Clients send it for any model. The window stays, and a prompt that exceeds it is refused.
         ignore("options.num_ctx")
     fields = SamplingFields(
+        model=body.model,
         **{name: getattr(options, name) for name in SAMPLING},
         **{name: getattr(body, name) for name in Extensions.__struct_fields__},
     )
@@ -254,16 +251,11 @@ async def _answer(
     elif form:
         grammar = format_grammar("json_object" if form == "json" else form, None, "format")
     params = AnswerParams(
-        adapter=adapter,
-        max_tokens=options.num_predict,
-        stop=options.stop,
-        temperature=_TEMPERATURE,
-        use=use or ToolUse(),
-        reasoning=reasoning or Reasoning(),
-        grammar=grammar,
+        max_tokens=options.num_predict, stop=options.stop, temperature=_TEMPERATURE,
+        use=use or ToolUse(), reasoning=reasoning or Reasoning(), grammar=grammar,
         top_logprobs=requested_logprobs(body.top_logprobs, body.logprobs, "logprobs to be true"),
         prefix=tuple(body.context) if isinstance(body, GenerateBody) else (),
-    )
+    )  # fmt: skip
     answer = await answer_of(state, request, fields, (prompt,), params)
     is_chat, logged = isinstance(body, OllamaChatBody), LoggedText(state)
 
@@ -289,7 +281,8 @@ async def _answer(
     async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
         async for choice in news:
             now = await part(choice, whole=False)
-            if choice.new_text or choice.new_reasoning or "logprobs" in now or _has_calls(now):
+            called = "tool_calls" in now.get("message", ())
+            if choice.new_text or choice.new_reasoning or "logprobs" in now or called:
                 yield _line(now)
             if choice.ended is not None:
                 yield _line(_part(body.model, "", "", (), is_chat=is_chat) | await end(choice))
@@ -298,10 +291,6 @@ async def _answer(
         return await answer.streamed(frames, lambda error: _line(ollama_body(error)), media_type=_LINES)
     (choice,) = await answer.whole()
     return await part(choice, whole=True) | await end(choice)
-
-
-def _has_calls(part: dict[str, Any]) -> bool:
-    return "tool_calls" in part.get("message", ())
 
 
 def _loaded(body: OllamaBody, *, is_chat: bool) -> Any:

@@ -148,18 +148,9 @@ async def embedded(
     *,
     truncate: int | None = None,
 ) -> tuple[Sequence[Sequence[float]], int]:
-    """Embeddings of texts or token ids, and the number of their tokens.
-
-    Args:
-      state: state of the front.
-      request: the request.
-      inputs: see `prompts_of`.
-      adapter: the adapter that the model's name gives; raises ApiError for one.
-      truncate: see `truncate_prompt_tokens`; None to refuse longer inputs.
-
-    Raises:
-      ApiError: there are too many inputs, or one has no token, or one outside of the vocabulary.
-    """
+    """Embeddings of texts or token ids, and the number of their tokens. Raises ApiError if there are too many
+    inputs, or one has no token, or one outside of the vocabulary. `adapter`: the one that the model's name
+    gives, which is refused; `truncate`: see `truncate_prompt_tokens`, None to refuse longer inputs."""
     if adapter:
         raise ApiError("embeddings are of the model without adapters", param="model")
     facts, ids = state.backend.facts(), list[Sequence[int]]()
