@@ -351,11 +351,7 @@ class Backend:
 
     async def unload_adapter(self, app: str, name: str) -> None:
         """Unloads an adapter, for an operator; also drops caches of ended answers that were computed with it.
-
-        Raises:
-          AdapterGone: no adapter has this name.
-          AdapterBusy: calls use it.
-        """
+        Raises AdapterGone if no adapter has this name, and AdapterBusy if calls use it."""
         executor = self.require_executor()
 
         def unload() -> None:
@@ -367,14 +363,11 @@ class Backend:
         await self._in_engine(app, unload)
 
     async def bind(self, app: str, binding: Binding) -> Sequence[int]:
-        """Binds an app to an objective.
+        """Binds an app to an objective. Raises ConfigError if it limits energy, and the device's profile has
+        none, and BudgetExceeded if too many apps are bound.
 
         Returns:
           The profiled prompt lengths at which no choice meets it on this device.
-
-        Raises:
-          ConfigError: it limits energy, and the device's profile has none.
-          BudgetExceeded: too many apps are bound.
         """
         service, asked = self.require_executor().service, binding.objective
         missed = await self._in_engine(app, lambda: service.unmet(asked))
@@ -394,12 +387,8 @@ class Backend:
         return await self.contexts(app, lambda each: each.listed(app))
 
     async def delete_context(self, app: str, name: str) -> None:
-        """Deletes a context.
-
-        Raises:
-          ContextGone: the app has no context of this name.
-          ContextBusy: it is answering.
-        """
+        """Deletes a context. Raises ContextGone if the app has no context of this name, and ContextBusy if it
+        is answering."""
 
         def delete(contexts: Any) -> None:
             self.require_executor().require_free(app, name)

@@ -386,11 +386,8 @@ def load_of(job: Job, queue: Queue, options: SchedulerOptions) -> Load:
 
 def begin(job: Job, service: PlannedService, sessions: PrefixSessions, load: Load) -> None:
     """Makes the run of a call without a context, with the cache of an earlier answer with the same prefix.
-
-    Raises:
-      ObjectiveMissed, Refused: no choice meets the objective of a strict call (see `_planned`).
-      JaxllmError: the engine cannot answer it.
-    """
+    Raises ObjectiveMissed or Refused if no choice meets the objective of a strict call (see `_planned`), and
+    JaxllmError if the engine cannot answer it."""
     engine, call = service.engine, job.call
     ids, rows, plan, level, tpot_ms, lifecycle = job.prompt, job.rows, None, None, None, Lifecycle()
     if rows is not None:

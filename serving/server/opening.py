@@ -477,12 +477,8 @@ def storage_figures(model: LoadedModel) -> dict[str, Any]:
 
 
 def engine_bytes(limit_bytes: int) -> int:
-    """The part of the process's budget that is left for a model to be opened: 0 for no limit.
-
-    Raises:
-      BudgetExceeded: nothing is left.
-      ConfigError: the system does not report the process's memory.
-    """
+    """The part of the process's budget that is left for a model to be opened: 0 for no limit. Raises
+    BudgetExceeded if nothing is left, and ConfigError if the system does not report the process's memory."""
     if not limit_bytes:
         return 0
     # Initialize the backend first: it needs memory for any model.

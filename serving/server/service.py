@@ -161,12 +161,9 @@ class LLMService(PlannedService):
         return Context(contexts, contexts.create(app, level=level, pinned=pinned))
 
     def context(self, app: str, name: str) -> Context:
-        """Opens an existing context of an app, also from an earlier process.
-
-        Raises:
-          ConfigError: the service has no contexts.
-          ContextGone: the app has no context of this name, or its tokens are of another tokenizer.
-        """
+        """Opens an existing context of an app, also from an earlier process. Raises ConfigError if the
+        service has no contexts, and ContextGone if the app has no context of this name, or its tokens are of
+        another tokenizer."""
         contexts = self._kept()
         return Context(contexts, contexts.record(app, name))
 

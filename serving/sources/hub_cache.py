@@ -220,14 +220,11 @@ def cached_models() -> list[CachedModel]:
 def remove(name: HubName, remove_prepared: Callable[[Path], None]) -> int:
     """Removes what jaxllm downloaded of a model; of a name without revision and file, all of its repository.
     Files of other programs stay, and those of other names that were pulled. `remove_prepared` removes what
-    was prepared of the model at a path.
+    was prepared of the model at a path. Raises CheckpointError if nothing of it was pulled, and OSError if
+    the cache cannot be changed.
 
     Returns:
       How many bytes were freed.
-
-    Raises:
-      CheckpointError: nothing of it was pulled.
-      OSError: the cache cannot be changed.
     """
     folder = repository_folder(name.repository)
     marks = read_marks(folder)

@@ -183,12 +183,8 @@ class ApiState:
         continue_final: bool | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> Conversation:
-        """Messages from `messages_of`, with their images encoded; the others: see `Conversation`.
-
-        Raises:
-          ApiError: there are too many images.
-          JaxllmError: see `Backend.encode_images`.
-        """
+        """Messages from `messages_of`, with their images encoded; the others: see `Conversation`. Raises
+        ApiError if there are too many images, and JaxllmError (see `Backend.encode_images`)."""
         plain, files = split_images(messages)
         if len(files) > IMAGES:
             message = f"the messages have {len(files)} images; at most {IMAGES} are allowed, send fewer"

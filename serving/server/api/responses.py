@@ -193,8 +193,7 @@ async def get(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]
     running = state.background.response(request.app, request.path["name"])
     if running is not None:
         return running
-    stored = await _stored(state, request)
-    return Response(bytes(stored.response), media_type="application/json")
+    return Response(bytes((await _stored(state, request)).response), media_type="application/json")
 
 
 async def delete(state: ApiState, request: ApiRequest) -> dict[str, Any]:
@@ -279,6 +278,12 @@ class ResponseWriter:
         self._state, self._answer, self._body, self._items, self._model = state, answer, body, items, model
         self.id, self._created_s, self._numbers = new_id("resp_"), now_s(), itertools.count()
         self._sampling, self._logged = sampling_of(state, body), LoggedText(state)
+        # Of reasoning: type of its part, and beginnings of its events.
+        self._kind, self._word, self._place = (
+            ("summary_text", "reasoning_summary_text", "reasoning_summary")
+            if body.reasoning.summarized
+            else ("reasoning_text", "reasoning_text", "content")
+        )
         # Complete items, and the current one with the pieces of its text: a message, reasoning or a call.
         self._output: list[dict[str, Any]] = []
         self._item: dict[str, Any] = {}
@@ -409,19 +414,6 @@ class ResponseWriter:
         yield "output_item.done", {"output_index": len(self._output), "item": item}
         self._output.append(item)
         self._item, self._texts, self._logprobs = {}, [], []
-
-    @property
-    def _kind(self) -> str:
-        """Type of the part of reasoning."""
-        return "summary_text" if self._body.reasoning.summarized else "reasoning_text"
-
-    @property
-    def _word(self) -> str:
-        return "reasoning_summary_text" if self._body.reasoning.summarized else "reasoning_text"
-
-    @property
-    def _place(self) -> str:
-        return "reasoning_summary" if self._body.reasoning.summarized else "content"
 
     def _text_delta(self, text: str) -> _Fields:
         return self._at("output_text.delta", delta=text, logprobs=[])

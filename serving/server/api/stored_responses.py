@@ -124,12 +124,9 @@ class ResponseStore:
         return True
 
     def get(self, app: str, name: str, *, param: str = "") -> StoredResponse:
-        """A response of an app; `param` is the request's field with its id.
-
-        Raises:
-          ApiError: the app has no response with this id, even if another app has.
-          CheckpointError: it is damaged, or cannot be read now.
-        """
+        """A response of an app; `param` is the request's field with its id. Raises ApiError if the app has no
+        response with this id, even if another app has, and CheckpointError if it is damaged, or cannot be
+        read now."""
         for *row, checksum in self._run(f"{_SELECT} WHERE app = ? AND id = ?", app, name):
             if _checksum(*row) != checksum:
                 raise CheckpointError(f"{self._path}: the response {name} is damaged")
