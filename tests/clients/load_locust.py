@@ -1,7 +1,8 @@
-"""Callers that each send completions one after another, for locust: `test_load.py` runs it."""
+"""Callers for locust that send completions of random tokens one after another: `test_load.py` runs it."""
 
 import json
 import os
+import random
 
 from locust import FastHttpUser, constant, task
 
@@ -13,6 +14,7 @@ class Caller(FastHttpUser):
 
     @task
     def answer(self) -> None:
-        with self.client.post("/v1/completions", json=BODY, catch_response=True) as reply:
+        body = BODY | {"prompt": random.sample(BODY["prompt"], len(BODY["prompt"]))}
+        with self.client.post("/v1/completions", json=body, catch_response=True) as reply:
             if reply.status_code != 200 or reply.json()["usage"]["completion_tokens"] != BODY["max_tokens"]:
                 reply.failure("another answer than was asked for")
