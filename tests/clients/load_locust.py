@@ -16,5 +16,5 @@ class Caller(FastHttpUser):
     def answer(self) -> None:
         body = BODY | {"prompt": random.sample(BODY["prompt"], len(BODY["prompt"]))}
         with self.client.post("/v1/completions", json=body, catch_response=True) as reply:
-            if reply.status_code != 200 or reply.json()["usage"]["completion_tokens"] != BODY["max_tokens"]:
+            if f'"completion_tokens":{BODY["max_tokens"]}' not in (reply.text or ""):
                 reply.failure("another answer than was asked for")

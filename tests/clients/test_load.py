@@ -24,7 +24,7 @@ QUIET = os.environ.get("JAXLLM_LOAD_QUIET") == "1"
 SECONDS = 30 if QUIET else 4
 BODY = {
     "model": "default", "prompt": [*range(5, 5 + PROMPT_TOKENS)], "max_tokens": ANSWER_TOKENS,
-    "ignore_eos": True, "temperature": 0,
+    "ignore_eos": True, "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
 }  # fmt: skip
 pytestmark = pytest.mark.skipif(not ENVIRONMENTS, reason="make test-clients has its environment")
 
@@ -37,8 +37,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def own_rate(url: str, _: Path) -> float:
     """Answers' tokens per second, by the benchmark's generator."""
-    body = BODY | {"stream": True, "stream_options": {"include_usage": True}}
-    bodies = [body | {"prompt": random.sample(BODY["prompt"], PROMPT_TOKENS)} for _ in range(100 * SECONDS)]
+    bodies = [BODY | {"prompt": random.sample(BODY["prompt"], PROMPT_TOKENS)} for _ in range(100 * SECONDS)]
     requests = [{"time_s": 0.0, "headers": {}, "body": each} for each in bodies]
     job = {"url": url, "requests": requests, "patience_s": 60.0, "clients": CALLERS}
     found = send(job | {"duration_s": float(SECONDS)})
