@@ -106,7 +106,7 @@ def test_how_answers_end(engine):
     others = engine.generate(PROMPT, never_eos).tokens
     for least in (1, 4, 9):
         late = GenerationConfig(max_tokens=9, min_tokens=least, sampling=always_eos)
-        assert engine.generate(PROMPT, late).tokens == (others[:least] + [eos])[:9]
+        assert engine.generate(PROMPT, late).tokens == [*others[:least], eos][:9]
     with pytest.raises(ConfigError, match="min_tokens must be at most max_tokens"):
         GenerationConfig(max_tokens=2, min_tokens=3)
 

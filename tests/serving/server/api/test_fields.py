@@ -124,9 +124,10 @@ def test_what_other_servers_fields_do(served: Served) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     stream = served.post("/v1/completions", {"prompt": "a", "stream": True, "stream_options": options}).text
     assert [f'"completion_tokens":{n}' in stream for n in (1, 2)] == [True, True]
-    wrong = {key: 1 for key in ("x", "1.0", "-1", "", " 1", "1e3", "\u0661", "9" * 11, *"abcd")}
+    wrong = dict.fromkeys(("x", "1.0", "-1", "", " 1", "1e3", "\u0661", "9" * 11, *"abcd"), 1)
     message = served.post("/v1/completions", {"prompt": "a", "logit_bias": wrong}).json()["error"]["message"]
-    assert all(repr(key) in message for key in [*wrong][:8]) and message.endswith(", ...")
+    assert all(repr(key) in message for key in [*wrong][:8])
+    assert message.endswith(", ...")
     timed = {"prompt": "a", "stream": True, "timings_per_token": True}
     stream = served.post("/v1/completions", timed).text
     assert [stream.count(text) for text in ('"predicted_n":2', '"cache_n":3,"prompt_n":4')] == [2, 2]
