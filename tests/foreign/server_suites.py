@@ -85,7 +85,7 @@ def main(folder: Path, suite: str | None, which: str) -> None:
         reasons = collections.Counter(why for _, kind, why in found if kind == "skipped")
         for name, kind, why in found:
             if kind in ("failure", "error"):
-                reason = next((reason for part, reason in known.items() if part in name), "")
+                reason = next((reason for part, reason in known.items() if part in f"{name}$"), "")
                 unknown += not reason
                 print(f"  failed: {name}: {reason or why.splitlines()[0][:150]}")
         for reason, count in reasons.most_common():
