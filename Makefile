@@ -146,6 +146,8 @@ $(VENV)-clients/.ready: $(wildcard tests/clients/requirements*.txt tests/clients
 	  --requirement tests/clients/requirements-llama-index.txt
 	$(VENV)-clients/lm_eval/bin/python -m pip install --quiet --no-deps \
 	  --requirement tests/clients/requirements-lm-eval.txt
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)-clients/load \
+	  --requirement tests/clients/requirements-load.txt
 	mkdir -p $(VENV)-clients/node && cp tests/clients/package.json $(VENV)-clients/node
 	cd $(VENV)-clients/node && npm install --no-fund --no-audit --no-package-lock
 	touch $@

@@ -17,6 +17,7 @@ import itertools
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -47,21 +48,20 @@ def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> 
     from benchmarks.harness.children import last_words
     from benchmarks.peers.process import PeerFailed, environment_of
 
-    child = subprocess.Popen(
-        (sys.executable, "-m", __name__),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment_of(1),
-    )
+    with tempfile.TemporaryFile("w+") as given:
+        # No pipe: after a timeout Python 3.13's `communicate` does not go on to write to it.
+        json.dump(job, given)
+        given.seek(0)
+        child = subprocess.Popen(
+            (sys.executable, "-m", __name__), stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env=environment_of(1),
+        )  # fmt: skip
     try:
-        given: bytes | None = json.dumps(job).encode()
         while True:
             try:
-                out, err = child.communicate(given, timeout=0.5)
+                out, err = child.communicate(timeout=0.5)
                 break
             except subprocess.TimeoutExpired:
-                given = None
                 if alive is not None:
                     alive()
     finally:

@@ -41,6 +41,7 @@ class GenerationConfig:
 
     Attributes:
       max_tokens: maximum number of tokens.
+      min_tokens: number of tokens before which no stop token may come; stop strings may.
       stop: strings that end the answer; not part of its text.
       stop_token_ids: tokens that end the answer, in addition to the model's end tokens.
       markers: special tokens whose text is part of the answer's (see `AnswerFormat.special`).
@@ -54,6 +55,7 @@ class GenerationConfig:
     """
 
     max_tokens: int = option(DEFAULT_MAX_TOKENS, low=1)
+    min_tokens: int = option(0, low=0)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = option((), low=0, high=MAX_TOKEN_ID)
     markers: tuple[str, ...] = ()
@@ -65,6 +67,10 @@ class GenerationConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(
+                f"min_tokens must be at most max_tokens ({self.max_tokens}), got {self.min_tokens}"
+            )
         if self.grammar is not None:
             # Here, because few requests need its import.
             from jaxllm.serving.guided.grammar import Grammar

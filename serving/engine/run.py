@@ -157,6 +157,12 @@ class Run:
         # Without prompt embeddings, whose ids are beyond the vocabulary.
         prompt = [token for token in request.prompt if token < vocab]
         self.sampler = sampler_state(config.sampling, prompt, vocab, request.seed)
+        # The bias and whether it is used, before stop tokens were forbidden; None if they are not.
+        self._free_bias: tuple[Any, Any] | None = None
+        if config.min_tokens:
+            self._free_bias, bias = (self.sampler.bias, self.sampler.penalized), np.array(self.sampler.bias)
+            bias[self.stop_ids[(self.stop_ids >= 0) & (self.stop_ids < vocab)]] = -np.inf
+            self._set_bias(bias, np.bool_(True))
         # Number of tokens per dispatch.
         self.pace = 1 if request.tpot_ms is None else pace(request.tpot_ms)
         self.began_s = self.stepped_s = 0.0
@@ -231,6 +237,13 @@ class Run:
         return self.runner.options.context_tokens - len(self.sequence) + 1
 
     @property
+    def block_tokens(self) -> int:
+        """Maximum number of tokens of the next block: all of them have the sampler's bias."""
+        forbidden = self.request.config.min_tokens - len(self.tokens)
+        most = min(self.wanted_tokens, self.room_tokens)
+        return min(most, forbidden) if forbidden > 0 else most
+
+    @property
     def elapsed_ms(self) -> float:
         """Time since the first step, without pauses (see `resume`)."""
         return 1000 * (time.perf_counter() - self.began_s - self._paused_s)
@@ -261,11 +274,17 @@ class Run:
             block = block[: visible + 1]
         self.tokens += block
         self.sequence += block
+        if self._free_bias is not None and len(self.tokens) >= self.request.config.min_tokens:
+            self._set_bias(*self._free_bias)
+            self._free_bias = None
         # Tokens after the stop are not part of the conversation.
         del self.session.tokens[len(self.sequence) :]
         self.last_token = np.array(block[-1:], np.int32)
         self.timings.total_ms = self.elapsed_ms
         self.pieces += [piece] if piece else []
+
+    def _set_bias(self, bias: Any, penalized: Any) -> None:
+        self.sampler = dataclasses.replace(self.sampler, bias=bias, penalized=penalized)
 
     def release(self) -> None:
         """Drops the sampler, whose arrays have the size of the vocabulary: an ended run needs it no more."""

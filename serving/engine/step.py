@@ -284,7 +284,7 @@ def _decode(run: Run) -> None:
         _slide(run, run.request.sliding)
         return
     began = time.perf_counter()
-    limit = run.decoding.limit(run.pace, min(run.wanted_tokens, run.room_tokens))
+    limit = run.decoding.limit(run.pace, run.block_tokens)
     cached, row = _decode_from(run, limit)
     found = run.decoding.decode(row, cached)
     run.pace = pace(1000 * (time.perf_counter() - began) / max(1, len(found.tokens)))
@@ -393,7 +393,7 @@ def _dispatch_batch(runs: Sequence[Run], most_tokens: int | None) -> dict[Run, J
         try:
             if not _goes_on(run):
                 continue
-            limit = run.decoding.batch_limit(block, min(run.wanted_tokens, run.room_tokens))
+            limit = run.decoding.batch_limit(block, run.block_tokens)
             cached, row = _decode_from(run, limit)
             joined, own = run.decoding.batch_row(row, cached), run.runner.batch
             if joined is None:

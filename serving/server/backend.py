@@ -103,20 +103,14 @@ class Backend:
         self._profile, self._storage = profile, storage
         engine = executor.service.engine
         self._facts = ModelFacts(
-            name=name or engine.name,
-            window_tokens=engine.options.context_tokens,
-            vocab_size=engine.cfg.vocab_size,
-            levels=engine.levels,
-            has_chat_template=engine.tokenizer.has_chat_template,
-            adapters=(),
-            opened_s=time.time(),
-            chat_template=engine.tokenizer.chat_template,
-            answer_format=_answer_format(engine.tokenizer),
+            name=name or engine.name, window_tokens=engine.options.context_tokens,
+            vocab_size=engine.cfg.vocab_size, levels=engine.levels,
+            has_chat_template=engine.tokenizer.has_chat_template, adapters=(), opened_s=time.time(),
+            chat_template=engine.tokenizer.chat_template, answer_format=_answer_format(engine.tokenizer),
             sampling=engine.tokenizer.files.sampling if model_sampling else {},
             images=_supports_images(engine) and engine.model.images is not None,
-            infill=_infill(engine.tokenizer),
-            **_model_facts(engine),
-        )
+            infill=_infill(engine.tokenizer), **_model_facts(engine),
+        )  # fmt: skip
         self._token_bytes = TokenBytes(engine.tokenizer)
         self.executor, self._why = executor, ""
 
@@ -245,17 +239,12 @@ class Backend:
     async def embed(self, app: str, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]:
         """The mean of the last layer's hidden states over each prompt's tokens, normalized; one chunk at a
         time, so that answers continue."""
-        engine, found = self.require_executor().service.engine, []
-        # Engines of exported programs have other options.
-        if not hasattr(engine.options, "prompt_embeddings"):
-            raise ConfigError("exported programs embed no texts; use `jaxllm serve` with a bundle")
-        # Imported here: exported programs run without JAX.
-        from jaxllm.serving.runners.scorer import Scorer
-
+        scorer, runner = self._scorer()
+        found = []
         for prompt in prompts:
-            embedding = Scorer(engine.runner).embedding(prompt)
+            embedding = scorer.embedding(prompt)
             # As in `score`.
-            await asyncio.to_thread(engine.runner.buckets.keep, embedding.buckets)
+            await asyncio.to_thread(runner.buckets.keep, embedding.buckets)
             while await self._in_engine(app, embedding.step):
                 pass
             assert embedding.vector is not None
@@ -265,28 +254,19 @@ class Backend:
     async def score(self, app: str, text: TextToScore) -> list[list[TokenLogprob]]:
         """The log-probabilities of a text's tokens after its first, and of each of its ends; one chunk at a
         time in the background, so that answers continue, and one text at a time, so that one cache suffices.
-
-        Args:
-          app: app of the request; counted as a call of it.
-          text: the text.
+        It counts as a call of the app.
 
         Raises:
           Refused: the service is loading or draining, or a limit is reached.
           ConfigError, ContextOverflow: the text cannot be scored.
           AdapterGone: its adapter is no longer loaded.
         """
-        executor, count = self.require_executor(), text.count
-        engine, now_s = executor.service.engine, time.monotonic()
-        if not hasattr(engine.options, "prompt_embeddings"):
-            raise ConfigError("exported programs score no texts; use `jaxllm serve` with a bundle")
+        executor, count, now_s = self.require_executor(), text.count, time.monotonic()
+        scorer, runner = self._scorer(text.level)
         if self._scoring_waits >= executor.options.queued:
             self.metrics.count("calls_refused", app, "full")
             raise Refused(f"{self._scoring_waits} texts wait to be scored, the maximum", reason="full")
-        # Imported here: exported programs run without JAX.
-        from jaxllm.serving.runners.scorer import Scorer
-
-        runner = engine.runner_at(text.level)
-        scoring = Scorer(runner).scoring(text.tokens, text.ends, top=text.top)
+        scoring = scorer.scoring(text.tokens, text.ends, top=text.top)
         try:
             reserved = self.limiter.admit(app, prompt_tokens=count, max_tokens=0, now_s=now_s)
         except Refused as error:
@@ -316,6 +296,18 @@ class Backend:
             self.limiter.ended(app, reserved, started=False, tokens=used, now_s=time.monotonic())
         parts = [text.tokens[1:], *text.ends]
         return [_token_logprobs(*each) for each in zip(scoring.scores, parts, strict=True)]
+
+    def _scorer(self, level: int | None = None) -> tuple[Any, Any]:
+        """What scores and embeds texts, and its runner; raises ConfigError if the engine cannot."""
+        engine = self.require_executor().service.engine
+        # Engines of exported programs have other options.
+        if not hasattr(engine.options, "prompt_embeddings"):
+            raise ConfigError("exported programs neither embed nor score; use `jaxllm serve` with a bundle")
+        # Imported here: exported programs run without JAX.
+        from jaxllm.serving.runners.scorer import Scorer
+
+        runner = engine.runner_at(level)
+        return Scorer(runner), runner
 
     async def encode_images(self, app: str, files: Sequence[bytes]) -> tuple[EncodedImage, ...]:
         """Decodes and encodes images for a conversation, one tile at a time between dispatches.
@@ -359,11 +351,7 @@ class Backend:
 
     async def unload_adapter(self, app: str, name: str) -> None:
         """Unloads an adapter, for an operator; also drops caches of ended answers that were computed with it.
-
-        Raises:
-          AdapterGone: no adapter has this name.
-          AdapterBusy: calls use it.
-        """
+        Raises AdapterGone if no adapter has this name, and AdapterBusy if calls use it."""
         executor = self.require_executor()
 
         def unload() -> None:
@@ -375,14 +363,11 @@ class Backend:
         await self._in_engine(app, unload)
 
     async def bind(self, app: str, binding: Binding) -> Sequence[int]:
-        """Binds an app to an objective.
+        """Binds an app to an objective. Raises ConfigError if it limits energy, and the device's profile has
+        none, and BudgetExceeded if too many apps are bound.
 
         Returns:
           The profiled prompt lengths at which no choice meets it on this device.
-
-        Raises:
-          ConfigError: it limits energy, and the device's profile has none.
-          BudgetExceeded: too many apps are bound.
         """
         service, asked = self.require_executor().service, binding.objective
         missed = await self._in_engine(app, lambda: service.unmet(asked))
@@ -391,11 +376,7 @@ class Backend:
 
     async def contexts(self, app: str, what: Callable[[Any], Result]) -> Result:
         """Runs a function of the contexts (`jaxllm.serving.server.context_turns.ContextTurns`) in the
-        engine's thread and returns its result.
-
-        Raises:
-          ConfigError: the service has no contexts.
-        """
+        engine's thread and returns its result. Raises ConfigError if the service has no contexts."""
         contexts = self.require_executor().require_contexts()
         return await self._in_engine(app, lambda: what(contexts))
 
@@ -406,12 +387,8 @@ class Backend:
         return await self.contexts(app, lambda each: each.listed(app))
 
     async def delete_context(self, app: str, name: str) -> None:
-        """Deletes a context.
-
-        Raises:
-          ContextGone: the app has no context of this name.
-          ContextBusy: it is answering.
-        """
+        """Deletes a context. Raises ContextGone if the app has no context of this name, and ContextBusy if it
+        is answering."""
 
         def delete(contexts: Any) -> None:
             self.require_executor().require_free(app, name)

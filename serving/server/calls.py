@@ -367,12 +367,7 @@ def encoded_prompt(
     tokenizer: Tokenizer, prompt: CallPrompt, task: str = "", *, shorten: bool = False
 ) -> tuple[PromptTokens, PromptEmbeddings | None]:
     """A prompt, rendered and encoded, with the tokens and the embeddings of its images; None without images.
-
-    Args:
-      tokenizer: tokenizer of the model.
-      prompt: a conversation, a text, or token ids.
-      task: see `GenerationConfig`.
-      shorten: whether words of a text, or of a conversation's last message, may be dropped.
+    `shorten`: whether words of a text, or of a conversation's last message, may be dropped.
 
     Raises:
       ConfigError: it is empty or malformed, or has tools that the template does not support.
@@ -421,10 +416,8 @@ def call_turn_ids(
     tokenizer: Tokenizer, call: Call, before: Sequence[int]
 ) -> tuple[Sequence[int], PromptEmbeddings | None]:
     """The tokens that a call adds to a context's tokens `before`, and prompt embeddings in place of some.
-
-    Raises:
-      ConfigError, ContextOverflow: the prompt is empty, or not a turn (see `conversation_turn_ids`).
-    """
+    Raises ConfigError or ContextOverflow if the prompt is empty, or not a turn (see
+    `conversation_turn_ids`)."""
     prompt = call.prompt
     if isinstance(prompt, str):
         return turn_ids(tokenizer, before, prompt, now=datetime.now()), None

@@ -61,11 +61,8 @@ class ContextTurns:
         self._contexts.resize(budget_bytes)
 
     def require(self, app: str, name: str) -> None:
-        """Checks that an app has a context. From any thread.
-
-        Raises:
-          ContextGone: the app has no context of this name.
-        """
+        """Checks that an app has a context. From any thread. Raises ContextGone if the app has no context of
+        this name."""
         # An empty name: the app has contexts that could not be listed; the engine's thread decides.
         if (app, name) not in self._known and not {(app, name), (app, "")} & self._damaged:
             raise ContextGone(f"there is no context {name!r:.80}; it was deleted, or never made")
@@ -88,11 +85,7 @@ class ContextTurns:
     # -- calls ------------------------------------------------------------------------------------
 
     def turn(self, call: Call, *, free: bool = True) -> ContextTurn:
-        """Encodes a call's turn in its context.
-
-        Args:
-          call: the call to prepare.
-          free: whether no other call continues the context.
+        """Encodes a call's turn in its context. `free`: whether no other call continues the context.
 
         Raises:
           ContextGone: the app has no context of this name, its tokens are of another tokenizer, or its
@@ -151,26 +144,16 @@ class ContextTurns:
             costs |= {each: cost(each, len(prompt)) for each in engine.levels if each != level}
         most = len(request.prompt) + config.max_tokens
         return ContextTurn(
-            record=record,
-            before=len(before),
-            asked=asked,
-            computed_tokens=computed,
-            whole=cost(FULL_LEVEL, computed),
-            costs=costs,
-            most_tokens=most,
-            most_bytes=max(1, *(contexts.chunk_bytes(record, most, each) for each in costs)),
-            adapter=adapter,
-            forks=forks,
-            rows=rows,
-        )
+            record=record, before=len(before), asked=asked, computed_tokens=computed,
+            whole=cost(FULL_LEVEL, computed), costs=costs, most_tokens=most,
+            most_bytes=max(1, *(contexts.chunk_bytes(record, most, each) for each in costs)), adapter=adapter,
+            forks=forks, rows=rows,
+        )  # fmt: skip
 
     def begin(self, turn: ContextTurn, call: Call, load: Load) -> tuple[Request, Any]:
         """The request of a turn, and the lifecycle that restores and stores its context. A call with an
-        objective is answered by the largest level that meets it, others by the context's level.
-
-        Raises:
-          ObjectiveMissed: no level meets the objective, and the call is strict.
-        """
+        objective is answered by the largest level that meets it, others by the context's level. Raises
+        ObjectiveMissed if no level meets the objective, and the call is strict."""
         level = turn.record.origin.level
         if call.objective is not None:
             margin, strict = self._service.planner.safety_margin, bool(call.strict)
@@ -260,14 +243,10 @@ class ContextTurns:
 
     def _facts(self, record: Record) -> ContextFacts:
         return ContextFacts(
-            name=record.name,
-            tokens=len(record.tokens),
-            level=record.origin.level,
-            pinned=record.pinned,
-            stored_bytes=_stored_bytes(record),
-            created_s=record.created_s,
+            name=record.name, tokens=len(record.tokens), level=record.origin.level, pinned=record.pinned,
+            stored_bytes=_stored_bytes(record), created_s=record.created_s,
             adapter=self._adapters.name_of(record.origin.adapter),
-        )
+        )  # fmt: skip
 
 
 def _stored_bytes(record: Record) -> int:

@@ -146,11 +146,8 @@ class Daemon:
         self._stop, self._failure = asyncio.Event(), ""
 
     async def serve(self, sockets: Sequence[socket.socket]) -> None:
-        """Serves until stopped.
-
-        Raises:
-          JaxllmError: the model cannot be opened, or the engine has failed.
-        """
+        """Serves until stopped. Raises JaxllmError if the model cannot be opened, or the engine has
+        failed."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop_asked)
@@ -237,17 +234,10 @@ class Daemon:
         self._front = app.state.api
         self._front.strict_fields = self._options.strict_fields
         return uvicorn.Config(
-            app,
-            http=protocol(self._options.apps),
-            ws="none",
-            lifespan="off",
-            proxy_headers=False,
-            server_header=False,
-            log_config=None,
-            log_level="warning",
-            access_log=False,
+            app, http=protocol(self._options.apps), ws="none", lifespan="off", proxy_headers=False,
+            server_header=False, log_config=None, log_level="warning", access_log=False,
             timeout_graceful_shutdown=_FLUSH_S,
-        )
+        )  # fmt: skip
 
     def _open(self) -> None:
         try:

@@ -172,18 +172,10 @@ class Executor:
         self, app: str, what: Callable[[], Result], *, adapter: str = "", background: bool = False
     ) -> "Future[Result]":
         """Runs a function of an app in the engine's thread, between two dispatches, unless its future is
-        cancelled before; the future has its result or error.
-
-        Args:
-          app: app of the function.
-          what: the function.
-          adapter: adapter that the model has meanwhile; empty for none.
-          background: whether it waits while foreground calls have something to compute, up to the
-            scheduler's patience.
-
-        Raises:
-          Refused: the service is stopping, or too many functions of the app wait.
-        """
+        cancelled before; the future has its result or error. Raises Refused if the service is stopping, or
+        too many functions of the app wait. Meanwhile the model has `adapter`, empty for none. In the
+        `background` it waits while foreground calls have something to compute, up to the scheduler's
+        patience."""
         function = _Function(app, what, adapter, background)
         with self._wake:
             self._require_taking()
@@ -203,11 +195,7 @@ class Executor:
             self.sessions.keep(app, "", session)
 
     def require_contexts(self) -> Any:
-        """The contexts of apps.
-
-        Raises:
-          ConfigError: the service has no contexts.
-        """
+        """The contexts of apps. Raises ConfigError if the service has no contexts."""
         if self.contexts is None:
             refusal = feature_refusal(self.service.engine.cfg, "contexts")
             how = "start it with a folder for them (--contexts)"
@@ -220,11 +208,8 @@ class Executor:
             return [*self._jobs.values(), *(each for each in self._inbox if not each.over)]
 
     def require_free(self, app: str, name: str, *, over: bool = True) -> None:
-        """Checks that no call changes an app's context; `over`: also none that is about to be closed.
-
-        Raises:
-          ContextBusy: a call changes it.
-        """
+        """Checks that no call changes an app's context; `over`: also none that is about to be closed. Raises
+        ContextBusy if a call changes it."""
         if any(job.continues(app, name) and (over or not job.over) for job in self.jobs()):
             raise ContextBusy(f"the context {name} answers another call; wait for its end, or close it")
 
@@ -519,11 +504,8 @@ class EngineFailed(JaxllmError):
 
 
 class Canary:
-    """Tracks whether the engine answers. Methods are for the engine's thread unless noted.
-
-    Args:
-      answer: lets the engine answer one token; raises its error.
-      clock: returns seconds.
+    """Tracks whether the engine answers. Methods are for the engine's thread unless noted. `answer` lets the
+    engine answer one token, and raises its error; `clock` returns seconds.
 
     Attributes:
       suspected: whether an error may have been the engine's, with no successful answer since.
@@ -558,11 +540,7 @@ class Canary:
 
     def step(self, *, readiness: bool = False) -> None:
         """Tests the engine after an error, or for `readiness` if nothing was answered for a while, if a test
-        is due.
-
-        Raises:
-          EngineFailed: the last allowed test failed.
-        """
+        is due. Raises EngineFailed if the last allowed test failed."""
         if not (self.stale if readiness else self.suspected) or self._clock() < self._next_s:
             return
         try:

@@ -91,20 +91,13 @@ class KeyFile:
         self._was_there = False
 
     def needed(self) -> bool:
-        """Whether callers over HTTP need a key.
-
-        Raises:
-          ConfigError: see `read_keys`.
-        """
+        """Whether callers over HTTP need a key. Raises ConfigError (see `read_keys`)."""
         self._refresh()
         return self._was_there
 
     def find(self, key: str) -> StoredKey | None:
-        """The stored facts of a key; None for an unknown one. Takes constant time.
-
-        Raises:
-          ConfigError: see `read_keys`.
-        """
+        """The stored facts of a key; None for an unknown one. Takes constant time. Raises ConfigError (see
+        `read_keys`)."""
         self._refresh()
         given = digest(key[:_MOST_KEY_CHARACTERS])
         found = None
@@ -131,11 +124,8 @@ class KeyFile:
 
 
 def read_keys(path: Path) -> tuple[StoredKey, ...]:
-    """The keys in a file, oldest first; none if it is missing.
-
-    Raises:
-      ConfigError: it is not a key file, or users other than its owner may read or write it.
-    """
+    """The keys in a file, oldest first; none if it is missing. Raises ConfigError if it is not a key file, or
+    users other than its owner may read or write it."""
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(os.open(path, flags), "rb") as file:
@@ -167,18 +157,11 @@ def read_keys(path: Path) -> tuple[StoredKey, ...]:
 
 
 def add_key(path: Path, app: str, *, operator: bool = False) -> tuple[str, StoredKey]:
-    """Makes a key of an app.
-
-    Args:
-      path: the key file, made with its folder if missing.
-      app: name of the app.
-      operator: see `StoredKey`.
+    """Makes a key of an app. Raises ConfigError if the app's name is invalid, there are too many keys, or the
+    file cannot be used.
 
     Returns:
       The key, which is not stored, and its stored facts.
-
-    Raises:
-      ConfigError: the app's name is invalid, there are too many keys, or the file cannot be used.
     """
     require_name(app)
     key = _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
@@ -194,13 +177,11 @@ def add_key(path: Path, app: str, *, operator: bool = False) -> tuple[str, Store
 
 
 def remove_keys(path: Path, which: str) -> tuple[StoredKey, ...]:
-    """Removes a key by its id, or all keys of an app.
+    """Removes a key by its id, or all keys of an app. Raises ConfigError if there is no such key or app, or
+    the file cannot be used.
 
     Returns:
       The facts of removed keys.
-
-    Raises:
-      ConfigError: there is no such key or app, or the file cannot be used.
     """
     with _changing(path) as keys:
         # Ids have precedence over apps of the same name.
@@ -264,19 +245,12 @@ class Identity:
 
     @property
     def needs_key(self) -> bool:
-        """Whether callers over HTTP need a key.
-
-        Raises:
-          ConfigError: see `read_keys`.
-        """
+        """Whether callers over HTTP need a key. Raises ConfigError (see `read_keys`)."""
         return bool(self._own) or (self.keys is not None and self.keys.needed())
 
     def require_address(self, host: str) -> None:
-        """Checks an address that the service is about to listen on.
-
-        Raises:
-          ConfigError: other machines could reach it without `remote`, or there are no keys.
-        """
+        """Checks an address that the service is about to listen on. Raises ConfigError if other machines
+        could reach it without `remote`, or there are no keys."""
         if is_loopback(host):
             return
         if not self.remote:
@@ -291,14 +265,9 @@ class Identity:
             )
 
     def identify(self, scope: MutableMapping[str, Any]) -> str:
-        """The app of a request, which it adds to the scope (see also `is_operator`).
-
-        Args:
-          scope: ASGI scope of a server that runs `jaxllm.serving.server.sockets.protocol`.
-
-        Raises:
-          ApiError: the request has no key, or an unknown one (401).
-        """
+        """The app of a request, which it adds to the scope (see also `is_operator`). Raises ApiError if the
+        request has no key, or an unknown one (401). The server must run
+        `jaxllm.serving.server.sockets.protocol`."""
         if not identified_app(scope):
             scope[_APP], scope[_OPERATOR] = self._found(scope)
         return scope[_APP]

@@ -338,16 +338,11 @@ class Job(Work):
 
     def _started(self, run: Run) -> Started:
         started = Started(
-            prompt_tokens=len(self.prompt),
-            kept_tokens=run.prompt_tokens,
-            reused_tokens=run.reused_tokens,
-            level=run.request.level,
-            source="unplanned" if self.plan is None else self.plan.source,
-            queued_ms=1000 * (self._began_s - self.arrived_s),
-            adapter=self.adapter,
-            objective=self.call.objective,
-            bound=self.call.bound,
-        )
+            prompt_tokens=len(self.prompt), kept_tokens=run.prompt_tokens, reused_tokens=run.reused_tokens,
+            level=run.request.level, source="unplanned" if self.plan is None else self.plan.source,
+            queued_ms=1000 * (self._began_s - self.arrived_s), adapter=self.adapter,
+            objective=self.call.objective, bound=self.call.bound,
+        )  # fmt: skip
         if self.turn is None:
             return started
         own = {"source": "context", "context_tokens": self.turn.asked.known}
@@ -360,19 +355,13 @@ class Job(Work):
         tpot_ms = 1000 * (self._last_s - self._first_s) / (count - 1) if count > 1 else 0.0
         in_time = ttft_ms <= limits[0] and tpot_ms <= limits[1]
         return Ended(
-            finish_reason=run.finish_reason or "length",
-            stop_string=run.stop_string,
-            tokens=count,
-            ttft_ms=ttft_ms,
-            tpot_ms=tpot_ms,
-            engine_ttft_ms=run.timings.ttft_ms,
-            engine_tpot_ms=run.timings.tpot_ms(count),
-            met=None if self.call.objective is None else in_time,
-            drafted=run.drafted_tokens / count if count else 0.0,
-            seed=run.seed,
+            finish_reason=run.finish_reason or "length", stop_string=run.stop_string, tokens=count,
+            ttft_ms=ttft_ms, tpot_ms=tpot_ms, engine_ttft_ms=run.timings.ttft_ms,
+            engine_tpot_ms=run.timings.tpot_ms(count), met=None if self.call.objective is None else in_time,
+            drafted=run.drafted_tokens / count if count else 0.0, seed=run.seed,
             context="" if self.context_call is None else self.context_call.record.name,
             context_tokens=0 if self.context_call is None else len(run.sequence),
-        )
+        )  # fmt: skip
 
 
 def dispatch_of(jobs: Sequence[Job], took_ms: float) -> Dispatch | None:
@@ -397,11 +386,8 @@ def load_of(job: Job, queue: Queue, options: SchedulerOptions) -> Load:
 
 def begin(job: Job, service: PlannedService, sessions: PrefixSessions, load: Load) -> None:
     """Makes the run of a call without a context, with the cache of an earlier answer with the same prefix.
-
-    Raises:
-      ObjectiveMissed, Refused: no choice meets the objective of a strict call (see `_planned`).
-      JaxllmError: the engine cannot answer it.
-    """
+    Raises ObjectiveMissed or Refused if no choice meets the objective of a strict call (see `_planned`), and
+    JaxllmError if the engine cannot answer it."""
     engine, call = service.engine, job.call
     ids, rows, plan, level, tpot_ms, lifecycle = job.prompt, job.rows, None, None, None, Lifecycle()
     if rows is not None:

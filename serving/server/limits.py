@@ -125,13 +125,11 @@ class Limiter:
         return self._usage.setdefault(app, Usage())
 
     def admit(self, app: str, *, prompt_tokens: int, max_tokens: int, now_s: float) -> int:
-        """Admits a call of an app at a time of a monotonic clock, the same for all methods.
+        """Admits a call of an app at a time of a monotonic clock, the same for all methods. Raises Refused if
+        the app has too many calls, or too few tokens left.
 
         Returns:
           The number of reserved tokens.
-
-        Raises:
-          Refused: the app has too many calls, or too few tokens left.
         """
         if len(self._usage) >= _MOST_IDLE:
             for idle, usage in list(self._usage.items()):
@@ -191,18 +189,9 @@ def require_room(
     stored: bool = True,
     pin: str | None = None,
 ) -> None:
-    """Checks that an app may change its contexts.
-
-    Args:
-      limits: limits of the app.
-      there: its contexts.
-      new: whether it creates one.
-      stored: whether one grows.
-      pin: name of the one that it pins, empty for a new one; None for none.
-
-    Raises:
-      BudgetExceeded: it has too many, their files are too large, or it has pinned too many.
-    """
+    """Checks that an app may change its contexts. Raises BudgetExceeded if it has too many, their files are
+    too large, or it has pinned too many. `new`: whether it creates one; `stored`: whether one grows; `pin`:
+    name of the one that it pins, empty for a new one."""
     size = sum(each.stored_bytes for each in there)
     pinned = sum(each.pinned for each in there if each.name != pin)
     for changes, taken, most, message in (
@@ -224,11 +213,8 @@ _KINDS: dict[frozenset[str], Callable[..., Objective]] = {
 
 
 def objective_from(value: Any) -> Objective:
-    """Parses an objective: `"<TTFT,TPOT>"` in percent, or an object of milliseconds or joules.
-
-    Raises:
-      ConfigError: it is malformed or out of range.
-    """
+    """Parses an objective: `"<TTFT,TPOT>"` in percent, or an object of milliseconds or joules. Raises
+    ConfigError if it is malformed or out of range."""
     if isinstance(value, str):
         return Slo.parse(value)
     kind = _KINDS.get(frozenset(value)) if isinstance(value, Mapping) else None
@@ -250,11 +236,7 @@ def written(objective: Objective) -> str | dict[str, float]:
 
 def bound(value: Any) -> Binding:
     """Parses an app's objective in options: like `objective_from`, or an object with `slo` or its numbers,
-    and optionally `strict` and `shorten`.
-
-    Raises:
-      ConfigError: it is malformed.
-    """
+    and optionally `strict` and `shorten`. Raises ConfigError if it is malformed."""
     choices = {"strict": False, "shorten": False}
     if isinstance(value, Mapping):
         value = dict(value)
@@ -286,11 +268,8 @@ class Bindings:
         return app in self._own
 
     def bind(self, app: str, binding: Binding) -> None:
-        """Binds an app, until it unbinds itself or the service ends.
-
-        Raises:
-          BudgetExceeded: too many apps are bound.
-        """
+        """Binds an app, until it unbinds itself or the service ends. Raises BudgetExceeded if too many apps
+        are bound."""
         if app not in self._own and len(self._own) >= _MOST_BOUND:
             raise BudgetExceeded(f"{_MOST_BOUND} apps are bound, the limit; name the objective in each call")
         self._own[app] = binding

@@ -25,14 +25,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxllm.serving.server.api.errors import (
-    REPORTED,
-    ApiError,
-    api_error,
-    code_of,
-    error_response,
-    shape_of,
-)
+from jaxllm.serving.server.api.errors import REPORTED, ApiError, api_error, code_of, error_response, shape_of
 from jaxllm.serving.server.identity import identified_app
 from jaxllm.serving.server.sockets import OPEN_PATHS
 
@@ -172,12 +165,8 @@ class LineWriter(logging.Handler):
 
 @contextlib.contextmanager
 def writing_logs(stream: TextIO, level: int = logging.INFO) -> Iterator[LineWriter]:
-    """Makes the service's loggers, and Python's warnings, write JSON lines to a stream.
-
-    Args:
-      stream: text stream of a file, such as `sys.stderr`.
-      level: minimum level.
-    """
+    """Makes the service's loggers, and Python's warnings, write JSON lines to a stream, from a minimum
+    `level` on."""
     handler, loggers = LineWriter(stream), [logging.getLogger(name) for name in _LOGGERS]
     handler.setFormatter(JsonLines())
     logging.captureWarnings(True)
@@ -218,16 +207,9 @@ def access_record(
     served: Served, *, method: str, path: str, status: int, total_ms: float, error: str = ""
 ) -> dict[str, Any]:
     """The fields of a request's record: the plan and times of its first call, the tokens of all; fields that
-    do not apply are left out. Without text of prompts and answers, keys and queries.
-
-    Args:
-      served: the caller and its calls.
-      method: HTTP method.
-      path: path without a query, with parameter names in place of values.
-      status: HTTP status; 0 if nothing was answered.
-      total_ms: time until the last byte.
-      error: class name of an unhandled error; empty for none.
-    """
+    do not apply are left out. Without text of prompts and answers, keys and queries. The `path` has names of
+    parameters in place of values, and no query; a `status` of 0 is no answer; `error` is the class name of an
+    unhandled error."""
     calls, outcomes = served.calls, [each.outcome for each in served.calls]
     errors = [error, *(each for each in outcomes if each not in ("ended", "cancelled"))]
     if any(errors):
@@ -240,14 +222,9 @@ def access_record(
     else:
         outcome = "cancelled" if status in (0, _LEFT) or "cancelled" in outcomes else "ended"
     fields: dict[str, Any] = {
-        "request_id": served.request_id,
-        "app": served.app,
-        "method": method,
-        "path": path,
-        "status": status,
-        "outcome": outcome,
-        "total_ms": round(total_ms, 1),
-    }
+        "request_id": served.request_id, "app": served.app, "method": method, "path": path, "status": status,
+        "outcome": outcome, "total_ms": round(total_ms, 1),
+    }  # fmt: skip
     if served.errors:
         refusal = served.errors[0]
         fields |= {"code": code_of(refusal), "reason": _reason(refusal)}
@@ -279,12 +256,8 @@ def _reason(error: ApiError) -> str:
 class AccessLogged:
     """ASGI middleware that assigns each request an id, the client's or a new one, returns it in a header,
     answers unhandled errors, and writes a record of each request to the logger `jaxllm.access`: at level
-    "info", or "debug" for probes and pages that watch, which repeat every few seconds.
-
-    Args:
-      app: the app.
-      on_request: called with each record, but those of probes and pages.
-    """
+    "info", or "debug" for probes and pages that watch, which repeat every few seconds. `on_request` is called
+    with each record, but those of probes and pages."""
 
     def __init__(
         self, app: ASGIApp, on_request: Callable[[Mapping[str, Any]], None] = lambda record: None

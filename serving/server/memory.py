@@ -114,16 +114,8 @@ def divide(
     taken_bytes: int,
     pressure: float = 0.0,
 ) -> Division:
-    """Decides new limits of holdings, which shrink in their order.
-
-    Args:
-      holdings: what can be resized.
-      before: the last decision.
-      limit_bytes: memory limit of the process.
-      now_s: time of a monotonic clock.
-      taken_bytes: memory of the process.
-      pressure: share of time in which tasks of the machine wait for memory.
-    """
+    """Decides new limits of holdings, which shrink in their order. The process has `taken_bytes` now;
+    `pressure` is the share of time in which tasks of the machine wait for memory."""
     step, margin = round(_STEP * limit_bytes), round(_MARGIN * limit_bytes)
     fixed = max(0, taken_bytes - sum(each.size_bytes for each in holdings))
     limits = {each.name: max(each.least_bytes, each.limit_bytes) for each in holdings}
@@ -299,7 +291,8 @@ class ServiceMemory:
         app_bytes: Callable[[str], int] = lambda app: 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Measures the process's memory, if there is a limit.
+        """Measures the process's memory, if there is a limit. Raises ConfigError if a holding has an unknown
+        kind, or two have one kind; or the system does not report the process's memory, or memory pressure.
 
         Args:
           limit_bytes: memory limit of the process; 0 for no limit.
@@ -311,10 +304,6 @@ class ServiceMemory:
           weights_files: absolute paths of files from which weights are mapped.
           app_bytes: returns the maximum bytes of an app's caches of ended answers; 0 for no limit.
           clock: monotonic clock in seconds.
-
-        Raises:
-          ConfigError: a holding has an unknown kind, or two have one kind; or the system does not report the
-            process's memory, or memory pressure.
         """
         limit = limit_bytes
         if follow_pressure and not limit:
@@ -401,13 +390,8 @@ class ServiceMemory:
     def figures(
         self, cache_bytes: int, adapter_bytes: int = 0, resident_cache_bytes: int | None = None
     ) -> dict[str, Any]:
-        """Memory by kind as of the last step, for metrics (see `Backend.snapshot`). From any thread.
-
-        Args:
-          cache_bytes: bytes of caches of running answers.
-          adapter_bytes: bytes of low-rank adapters.
-          resident_cache_bytes: resident bytes of these caches.
-        """
+        """Memory by kind as of the last step, for metrics (see `Backend.snapshot`). From any thread. Caches
+        are those of running answers."""
         fixed = {"weights": self._weights_bytes(), "kv": cache_bytes}
         fixed |= {"adapters": adapter_bytes} if adapter_bytes else {}
         holdings = {name: {"size_bytes": size} for name, size in fixed.items()}

@@ -131,12 +131,8 @@ COUNTS = (
 
 
 class Metrics:
-    """The metrics of one service. Thread-safe.
-
-    Args:
-      snapshot: `Backend.snapshot`, for gauges.
-      measure: measures memory for `snapshot`, slowly; called in a thread before each scrape.
-    """
+    """The metrics of one service. Thread-safe. `snapshot` is `Backend.snapshot`, for gauges; `measure`
+    measures memory for it, slowly, in a thread before each scrape."""
 
     def __init__(
         self, snapshot: Callable[[], Mapping[str, Any]], measure: Callable[[], None] = lambda: None
@@ -164,11 +160,8 @@ class Metrics:
         self._listed.append({"time_s": round(time.time(), 3), **record})
         if "code" in record:
             kind = (
-                self._names(record["app"]),
-                str(record["status"]),
-                record["code"],
-                record.get("param", ""),
-            )
+                self._names(record["app"]), str(record["status"]), record["code"], record.get("param", ""),
+            )  # fmt: skip
             known = self._refusals("\0".join(kind)) != "other"
             self._add("requests_refused", kind if known else (*kind[:2], "other", "other"), 1)
 
@@ -248,11 +241,7 @@ def metric_routes(metrics: Metrics) -> list[Route]:
     """The routes of `/metrics` and `/requests`, for operators, and of the page at `/`."""
 
     def page(name: str, kind: str) -> Callable[[Request], Response]:
-        def answer(request: Request) -> Response:
-            del request
-            return FileResponse(FOLDER / name, media_type=kind, headers=PAGE_HEADERS)
-
-        return answer
+        return lambda request: FileResponse(FOLDER / name, media_type=kind, headers=PAGE_HEADERS)
 
     # Values are read in the event loop, as backends require, not in a thread.
     async def read(request: Request) -> Response:

@@ -91,11 +91,7 @@ class Adapters:
         return sum(each.size_bytes for each in self.facts())
 
     def require(self, name: str) -> None:
-        """Checks that an adapter is loaded; "" means none.
-
-        Raises:
-          AdapterGone: no adapter has this name.
-        """
+        """Checks that an adapter is loaded; "" means none. Raises AdapterGone if no adapter has this name."""
         if name and name not in self._named:
             known = ", ".join(map(repr, self.names[:20])) or "none"
             raise AdapterGone(f"the model has no adapter {name!r:.80}; it has {known}")
@@ -116,11 +112,8 @@ class Adapters:
             raise BudgetExceeded(f"{count} adapters are loaded, the limit; delete one or raise adapter_count")
 
     def read(self, name: str, folder: str) -> LoadedAdapter:
-        """Reads an adapter from the folder of adapters, for `add`. Answers continue meanwhile.
-
-        Raises:
-          ConfigError, CheckpointError, AdapterBusy, BudgetExceeded: see `Backend.load_adapter`.
-        """
+        """Reads an adapter from the folder of adapters, for `add`. Answers continue meanwhile. Raises
+        ConfigError, CheckpointError, AdapterBusy, BudgetExceeded (see `Backend.load_adapter`)."""
         self.require_addable(name)
         if self.options.adapters is None:
             raise ConfigError("the service loads no adapters at runtime; start it with --adapters FOLDER")
@@ -144,13 +137,9 @@ class Adapters:
         return self._name(digest) or digest
 
     def of_context(self, digest: str, context: str, asked: str) -> str:
-        """The adapter of a context's turn.
-
-        Args:
-          digest: digest of the adapter that the context was made with; empty for none.
-          context: name of the context.
-          asked: name of the adapter that a call requests; empty for the context's own. If that is no longer
-            loaded, the context continues with the requested one.
+        """The adapter of a context's turn. The context was made with the adapter of `digest`, empty for none;
+        a call requests the one named `asked`, empty for the context's own. If that is no longer loaded, the
+        context continues with the requested one.
 
         Raises:
           ContextGone: the context's adapter is not loaded, and the call requests none.
@@ -177,11 +166,8 @@ class Adapters:
     # -- the engine's thread ----------------------------------------------------------------------
 
     def use(self, name: str) -> None:
-        """Applies an adapter to the model at negligible cost; "" for none.
-
-        Raises:
-          AdapterGone: it is no longer loaded.
-        """
+        """Applies an adapter to the model at negligible cost; "" for none. Raises AdapterGone if it is no
+        longer loaded."""
         if name == self._used:
             return
         self.require(name)
@@ -207,13 +193,10 @@ class Adapters:
         return facts
 
     def unload(self, name: str) -> Collection[tuple[int, int]]:
-        """Unloads an adapter that no call uses.
+        """Unloads an adapter that no call uses. Raises AdapterGone if no adapter has this name.
 
         Returns:
           The versions of weights with it, whose caches are stale.
-
-        Raises:
-          AdapterGone: no adapter has this name.
         """
         self.require(name)
         if self._used == name:
@@ -269,12 +252,9 @@ class OpenedService:
             idle_work=refinement,
         )
         backend.opened(
-            executor,
-            options.model_name,
-            profile=refinement.facts,
-            storage=lambda: storage_figures(service.engine.model),
-            model_sampling=options.model_sampling,
-        )
+            executor, options.model_name, profile=refinement.facts,
+            storage=lambda: storage_figures(service.engine.model), model_sampling=options.model_sampling,
+        )  # fmt: skip
         self.later = later_buckets(service.engine, copies=options.prefix_memory > 0)
         # Last: after an error there is no thread to stop.
         executor.start()
@@ -340,11 +320,8 @@ def open_service(
     speculation: SpeculationOptions | None = None,
     progress: Progress | None = None,
 ) -> OpenedService:
-    """Opens the model of a service and its adapters.
-
-    Raises:
-      JaxllmError: the model or an adapter cannot be opened.
-    """
+    """Opens the model of a service and its adapters. Raises JaxllmError if the model or an adapter cannot be
+    opened."""
     contexts, stages = options.context_options(), progress or StartProgress()
     give_back_large_blocks()
     give_back_libraries()
@@ -364,14 +341,10 @@ def open_service(
             "adapters, or serve without images (images = false)"
         )
     engine_of = EngineOptions(
-        context_tokens=options.context_tokens,
-        memory_bytes=left if memory else 0,
-        prompt_embeddings=image_bytes > 0,
-        batch_rows=options.batch_rows,
-        adapter_rank=rank,
-        adapter_targets=targets,
-        spare_memory=True,
-    )
+        context_tokens=options.context_tokens, memory_bytes=left if memory else 0,
+        prompt_embeddings=image_bytes > 0, batch_rows=options.batch_rows, adapter_rank=rank,
+        adapter_targets=targets, spare_memory=True,
+    )  # fmt: skip
     engine_of = engine_options(model, options.levels or None, engine_of, contexts)
     # Requires a codec, which is known now.
     engine_of = dataclasses.replace(engine_of, attend_quantized_kv=options.attend_quantized_kv)
@@ -403,13 +376,11 @@ _RANK = 16
 
 
 def engine_shape(options: ServerOptions) -> tuple[int, tuple[str, ...], int]:
-    """The shape of a service's adapters by its options, else by the given adapters.
+    """The shape of a service's adapters by its options, else by the given adapters. Raises JaxllmError if the
+    model or an adapter cannot be read.
 
     Returns:
       `EngineOptions.adapter_rank` and `adapter_targets`, and the memory of the given adapters at all levels.
-
-    Raises:
-      JaxllmError: the model or an adapter cannot be read.
     """
     if not options.adapter and options.adapters is None:
         return 0, (), 0
@@ -439,10 +410,6 @@ class ProfileRefinement:
     A first start should not wait for the minutes that a full profile requires. One dispatch is measured at a
     time, so that a call waits for one dispatch at most. A run that a call has interrupted is repeated,
     because the device was not idle. The full profile is used for plans at once, and stored for later starts.
-
-    Args:
-      service: service that plans with the profile.
-      clock: returns seconds.
     """
 
     def __init__(self, service: LLMService, clock: Callable[[], float] = time.monotonic) -> None:
@@ -510,12 +477,8 @@ def storage_figures(model: LoadedModel) -> dict[str, Any]:
 
 
 def engine_bytes(limit_bytes: int) -> int:
-    """The part of the process's budget that is left for a model to be opened: 0 for no limit.
-
-    Raises:
-      BudgetExceeded: nothing is left.
-      ConfigError: the system does not report the process's memory.
-    """
+    """The part of the process's budget that is left for a model to be opened: 0 for no limit. Raises
+    BudgetExceeded if nothing is left, and ConfigError if the system does not report the process's memory."""
     if not limit_bytes:
         return 0
     # Initialize the backend first: it needs memory for any model.

@@ -79,7 +79,8 @@ class LLMService(PlannedService):
         """Opens a model, and measures this device's profile if there is none.
 
         Buckets are compiled, or loaded from disk if an earlier process cached them. Measuring takes seconds
-        for the packaged model and minutes for larger ones, once.
+        for the packaged model and minutes for larger ones, once. Raises JaxllmError if the model cannot be
+        opened, or lacks a level.
 
         Args:
           model: an elastic bundle, or another model, which has only one level; see `Engine.open`.
@@ -94,9 +95,6 @@ class LLMService(PlannedService):
           confidence: share of answers that should meet their objective if a choice can be that certain; a
             higher share leads to smaller levels.
           progress: callback for (stage, done, total).
-
-        Raises:
-          JaxllmError: the model cannot be opened, or lacks a level.
         """
         margin, model = SafetyMargin(confidence), find_model(model, progress)
         options = engine_options(model, levels, options or EngineOptions(), contexts)
@@ -118,11 +116,7 @@ class LLMService(PlannedService):
         contexts: ContextOptions | None = None,
     ) -> "LLMService":
         """Makes a service, ready for its first call, of a warm engine with all planned levels, opened with a
-        codec if there are contexts.
-
-        Raises:
-          JaxllmError: the contexts cannot be opened.
-        """
+        codec if there are contexts. Raises JaxllmError if the contexts cannot be opened."""
         choose_prefill(engine, profile)
         with contextlib.ExitStack() as opened:
             kept = None if contexts is None else Contexts(engine, contexts)
@@ -143,11 +137,8 @@ class LLMService(PlannedService):
         choose_prefill(self.engine, profile)
 
     def close(self) -> None:
-        """Closes the contexts, which releases their store, and the engine.
-
-        Raises:
-          BudgetExceeded, CheckpointError: an answer could not be stored; everything is closed nevertheless.
-        """
+        """Closes the contexts, which releases their store, and the engine. Raises BudgetExceeded or
+        CheckpointError if an answer could not be stored; everything is closed nevertheless."""
         try:
             if self.contexts is not None:
                 self.contexts.close()
@@ -170,21 +161,15 @@ class LLMService(PlannedService):
         return Context(contexts, contexts.create(app, level=level, pinned=pinned))
 
     def context(self, app: str, name: str) -> Context:
-        """Opens an existing context of an app, also from an earlier process.
-
-        Raises:
-          ConfigError: the service has no contexts.
-          ContextGone: the app has no context of this name, or its tokens are of another tokenizer.
-        """
+        """Opens an existing context of an app, also from an earlier process. Raises ConfigError if the
+        service has no contexts, and ContextGone if the app has no context of this name, or its tokens are of
+        another tokenizer."""
         contexts = self._kept()
         return Context(contexts, contexts.record(app, name))
 
     def contexts_of(self, app: str) -> list[Context]:
-        """All contexts of an app, including those of other models and levels.
-
-        Raises:
-          ConfigError: the service has no contexts.
-        """
+        """All contexts of an app, including those of other models and levels. Raises ConfigError if the
+        service has no contexts."""
         contexts = self._kept()
         return [Context(contexts, record) for record in contexts.store.records(app)]
 
@@ -213,10 +198,7 @@ def engine_options(
     """The options of a service's engine: with the planned levels and, if there are contexts, a codec: the
     requested one, else the one chosen by the bundle's calibration, else `CODEC`, or "raw" for a model with
     states. The chunk length belongs to that choice unless another is requested (see `LLMService.open`).
-
-    Raises:
-      JaxllmError: the model cannot be opened.
-    """
+    Raises JaxllmError if the model cannot be opened."""
     levels = levels_of(model) if levels is None else tuple(sorted({*levels} - {FULL_LEVEL}))
     codec, tokens = options.kv_codec, options.kv_chunk_tokens
     if contexts is not None and not codec:

@@ -183,22 +183,15 @@ class ServerOptions:
         return None
 
     def guard(self) -> GuardOptions:
-        """Options of the guard.
-
-        Raises:
-          ConfigError: a host or an origin is malformed.
-        """
+        """Options of the guard. Raises ConfigError if a host or an origin is malformed."""
         host = "" if self.address is None else self.address[0]
         own = [f"[{host}]" if ":" in host else host] if host else []
         hosts = dict.fromkeys((*LOOPBACK_HOSTS, *own, *self.hosts))
         return GuardOptions(hosts=tuple(hosts), origins=self.origins, localhost_pages=self.localhost_pages)
 
     def context_options(self) -> ContextOptions | None:
-        """Options of contexts; None if the service has none.
-
-        Raises:
-          ConfigError: there are options of contexts, but no folder for them.
-        """
+        """Options of contexts; None if the service has none. Raises ConfigError if there are options of
+        contexts, but no folder for them."""
         for name in ("context_budget", "context_keys", "share_across_apps", "attend_quantized_kv"):
             if getattr(self, name) and self.contexts is None:
                 raise ConfigError(f"{name} needs a folder for contexts: give the option contexts, too")
@@ -222,11 +215,7 @@ def _batch_rows() -> tuple[int, ...]:
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Parses "HOST:PORT"; an IPv6 host is in brackets.
-
-    Raises:
-      ConfigError: it is malformed.
-    """
+    """Parses "HOST:PORT"; an IPv6 host is in brackets. Raises ConfigError if it is malformed."""
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     fits = port.isascii() and port.isdecimal() and len(port) <= len(str(_MOST_PORT))
@@ -236,11 +225,8 @@ def address_of(text: str) -> tuple[str, int]:
 
 
 def read_options(path: Path) -> ServerOptions:
-    """Reads options from a TOML file. Relative paths are relative to the file's folder.
-
-    Raises:
-      ConfigError: the file cannot be read, is not TOML, or has an unknown key or invalid value.
-    """
+    """Reads options from a TOML file. Relative paths are relative to the file's folder. Raises ConfigError if
+    the file cannot be read, is not TOML, or has an unknown key or invalid value."""
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_FILE_BYTES + 1)

@@ -110,21 +110,15 @@ class GuardOptions:
 
 
 def require_key(key: object) -> None:
-    """Validates an API key of one's own; empty for none.
-
-    Raises:
-      ConfigError: it is too short or long, or has characters that a header cannot have.
-    """
+    """Validates an API key of one's own; empty for none. Raises ConfigError if it is too short or long, or
+    has characters that a header cannot have."""
     if not isinstance(key, str) or (key and _KEY.fullmatch(key) is None):
         raise ConfigError("an API key has 8 to 256 letters, digits and signs of ASCII, without spaces")
 
 
 def require_name(name: object, what: str = "an app") -> str:
-    """Validates a name: 1 to 64 letters, digits, `.`, `_` and `-`, the first a letter or digit.
-
-    Raises:
-      ConfigError: the name is invalid.
-    """
+    """Validates a name: 1 to 64 letters, digits, `.`, `_` and `-`, the first a letter or digit. Raises
+    ConfigError if the name is invalid."""
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise ConfigError(
             f"{what}'s name has 1 to 64 letters, digits, dots, underscores and dashes, and begins with a "
@@ -134,11 +128,8 @@ def require_name(name: object, what: str = "an app") -> str:
 
 
 def require_rules(apps: Mapping[str, str]) -> None:
-    """Validates rules for apps (see `ServerOptions.apps`).
-
-    Raises:
-      ConfigError: a rule or an app's name is malformed.
-    """
+    """Validates rules for apps (see `ServerOptions.apps`). Raises ConfigError if a rule or an app's name is
+    malformed."""
     for rule, app in apps.items():
         if not isinstance(rule, str) or _RULE.fullmatch(rule) is None:
             known = "uid:NUMBER, exe:/PATH or uid:NUMBER,exe:/PATH"
@@ -157,11 +148,8 @@ def is_loopback(address: str) -> bool:
 
 
 def credentials_of(connection: socket.socket) -> Credentials:
-    """The process at the other end of a connected Unix socket.
-
-    Raises:
-      OSError: the system does not report it.
-    """
+    """The process at the other end of a connected Unix socket. Raises OSError if the system does not report
+    it."""
     option = getattr(socket, "SO_PEERCRED", None)
     if option is None:
         raise OSError("this system has no SO_PEERCRED; serve HTTP with API keys instead")
@@ -295,18 +283,10 @@ def bound(
     mode: int,
     require_address: Callable[[str], None],
 ) -> Iterator[list[socket.socket]]:
-    """Yields listening sockets: clients can connect from here on, and wait to be answered.
-
-    Args:
-      address: host and port to listen on; None for none. Sockets of systemd have precedence over these.
-      path: path of a Unix socket; None for none.
-      mode: its permissions.
-      require_address: raises ConfigError for a host that must not be listened on.
-
-    Raises:
-      ConfigError: another service uses the address, other machines could reach it without `remote`, or it
-        cannot be bound.
-    """
+    """Yields listening sockets: clients can connect from here on, and wait to be answered. Raises ConfigError
+    if another service uses the address, other machines could reach it without `remote`, or it cannot be
+    bound. Sockets of systemd have precedence over `address` and `path`, whose permissions are `mode`;
+    `require_address` raises ConfigError for a host that must not be listened on."""
     with contextlib.ExitStack() as stack:
         sockets = passed(os.environ)
         for each in sockets:
@@ -323,11 +303,7 @@ def bound(
 
 def passed(environment: MutableMapping[str, str]) -> list[socket.socket]:
     """The sockets that systemd has passed to this process; removes the environment variables, so that child
-    processes do not use them.
-
-    Raises:
-      ConfigError: one of them is not a listening stream socket.
-    """
+    processes do not use them. Raises ConfigError if one of them is not a listening stream socket."""
     pid, count = environment.pop("LISTEN_PID", ""), environment.pop("LISTEN_FDS", "")
     environment.pop("LISTEN_FDNAMES", None)
     if pid != str(os.getpid()):

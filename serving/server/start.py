@@ -21,11 +21,7 @@ _VERBS = {"load": "loading weights", "compile": "compiling buckets", "profile": 
 
 class StartProgress:
     """The progress of a start, logged every few seconds. It is a `Progress` for the opening thread; others
-    read `facts`.
-
-    Args:
-      clock: returns seconds.
-    """
+    read `facts`."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -47,11 +47,7 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> "HubName":
-        """Parses a name.
-
-        Raises:
-          ConfigError: it is malformed.
-        """
+        """Parses a name. Raises ConfigError if it is malformed."""
         found = _NAME.fullmatch(text)
         parts = [] if found is None else [part for each in found.groups() if each for part in each.split("/")]
         odd = any(".." in part or "--" in part or part in ("", ".") for part in parts)
@@ -112,11 +108,7 @@ class CachedModel:
 
 
 def cache() -> Path:
-    """Folder of Hugging Face's cache.
-
-    Raises:
-      ConfigError: `huggingface_hub` is not installed.
-    """
+    """Folder of Hugging Face's cache. Raises ConfigError if `huggingface_hub` is not installed."""
     # It would tell the hub what it runs in.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     try:
@@ -134,11 +126,8 @@ def repository_folder(repository: str) -> Path:
 
 
 def read_marks(folder: Path) -> Marks:
-    """The record in a repository's folder; empty if there is none.
-
-    Raises:
-      CheckpointError: it is damaged.
-    """
+    """The record in a repository's folder; empty if there is none. Raises CheckpointError if it is
+    damaged."""
     path = folder / _MARKS
     if not path.exists():
         return Marks({}, {})
@@ -230,18 +219,12 @@ def cached_models() -> list[CachedModel]:
 
 def remove(name: HubName, remove_prepared: Callable[[Path], None]) -> int:
     """Removes what jaxllm downloaded of a model; of a name without revision and file, all of its repository.
-    Files of other programs stay, and those of other names that were pulled.
-
-    Args:
-      name: its name.
-      remove_prepared: removes what was prepared of the model at a path.
+    Files of other programs stay, and those of other names that were pulled. `remove_prepared` removes what
+    was prepared of the model at a path. Raises CheckpointError if nothing of it was pulled, and OSError if
+    the cache cannot be changed.
 
     Returns:
       How many bytes were freed.
-
-    Raises:
-      CheckpointError: nothing of it was pulled.
-      OSError: the cache cannot be changed.
     """
     folder = repository_folder(name.repository)
     marks = read_marks(folder)

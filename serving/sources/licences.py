@@ -48,11 +48,8 @@ class Licence:
         return _read().get(self.of or self.model) == self.name
 
     def accept(self) -> None:
-        """Remembers the user's consent.
-
-        Raises:
-          CheckpointError, ConfigError: the cache cannot be written, or others may write to it.
-        """
+        """Remembers the user's consent. Raises CheckpointError or ConfigError if the cache cannot be written,
+        or others may write to it."""
         path = _path()
         try:
             make_private_folder(path.parent)

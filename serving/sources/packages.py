@@ -57,11 +57,8 @@ class PackagedModel:
 
 def find_packaged(name: str) -> PackagedModel:
     """The model of the package in `package:NAME`. Case and the separators `-`, `_` and `.` do not matter.
-
-    Raises:
-      ConfigError: the name is no package's.
-      CheckpointError: the package is not installed, or does not have exactly one model.
-    """
+    Raises ConfigError if the name is no package's, and CheckpointError if the package is not installed, or
+    does not have exactly one model."""
     package = name.removeprefix(PACKAGE)
     if _NAME.fullmatch(package) is None:
         raise ConfigError(

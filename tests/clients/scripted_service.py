@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from jaxllm.errors import ContextOverflow
 from jaxllm.serving.server.api.app import make_app
 from jaxllm.serving.server.calls import Call, Conversation, ModelFacts
-from tests.serving.server.api.conftest import FakeBackend
+from tests.serving.server.api.conftest import FakeBackend, FakeTicket
 from tests.serving.server.api.scripted import TEMPLATE, Told, patched
 from tests.serving.server.services import running
 
@@ -88,6 +89,12 @@ class Backend(FakeBackend):
 
     def facts(self) -> ModelFacts:
         return dataclasses.replace(super().facts(), window_tokens=1 << 17)
+
+    def submit(self, call: Call) -> FakeTicket:
+        messages = call.prompt.messages if isinstance(call.prompt, Conversation) else ()
+        if any(len(str(each["content"])) > 1 << 17 for each in messages):
+            raise ContextOverflow("the prompt has more tokens than that; shorten it")
+        return super().submit(call)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""litellm: chats, Anthropic's messages and Ollama's chats by one interface."""
+"""litellm: chats, Anthropic's messages and Ollama's chats by one interface; its class of prompts too long."""
 
 import json
 import sys
@@ -58,3 +58,11 @@ for model, base, more in (
     if not model.startswith("anthropic"):
         typed = litellm.completion(messages=[*ASKED, said, told], response_format=Report, **options)
         assert Report.model_validate_json(typed.choices[0].message.content).degrees == 21, (model, typed)
+    # Fallbacks to models with longer windows are by a class that litellm has for no error of Ollama's.
+    known = litellm.BadRequestError if model.startswith("ollama") else litellm.ContextWindowExceededError
+    found = None
+    try:
+        litellm.completion(messages=[{"role": "user", "content": "x" * (1 << 18)}], **options)
+    except litellm.BadRequestError as error:
+        found = error
+    assert type(found) is known, (model, found)

@@ -50,17 +50,10 @@ def run(suite: str, folder: Path, *arguments: str) -> list[tuple[str, str, str]]
         fetch(name, folder / suite, lambda path: (match := member.fullmatch(path)) and match[1])
     report = folder / f"{suite}.xml"
     report.unlink(missing_ok=True)
-    options = [
-        "-p",
-        "suite_bridge",
-        "-q",
-        "-o",
-        "asyncio_mode=auto",
-        "--timeout",
-        "120",
-        "-p",
-        "no:cacheprovider",
-    ]
+    # Else pytest reads the options of this repository, if the folder is inside of it.
+    (place / "pytest.ini").touch()
+    options = ["-q", "--timeout=120", "-psuite_bridge", "-pno:cacheprovider", "-oasyncio_mode=auto"]
+    options += ["-oasyncio_default_fixture_loop_scope=function"]
     command = [sys.executable, "-m", "pytest", *options, f"--junitxml={report}", *arguments]
     paths = os.pathsep.join([str(HERE), str(folder / "packages"), str(place)])
     environment = os.environ | {"PYTHONPATH": paths}
@@ -92,7 +85,7 @@ def main(folder: Path, suite: str | None, which: str) -> None:
         reasons = collections.Counter(why for _, kind, why in found if kind == "skipped")
         for name, kind, why in found:
             if kind in ("failure", "error"):
-                reason = next((reason for part, reason in known.items() if part in name), "")
+                reason = next((reason for part, reason in known.items() if part in f"{name}$"), "")
                 unknown += not reason
                 print(f"  failed: {name}: {reason or why.splitlines()[0][:150]}")
         for reason, count in reasons.most_common():

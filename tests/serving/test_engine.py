@@ -102,6 +102,13 @@ def test_how_answers_end(engine):
     assert (stopped.tokens, stopped.finish_reason, stopped.text) == ([eos], "stop", "")
     ignored = engine.generate(PROMPT, config(max_tokens=5, sampling=always_eos))
     assert (ignored.tokens, ignored.finish_reason) == ([eos] * 5, "length")
+    never_eos = config(max_tokens=9, sampling=Sampling(logit_bias=((eos, -np.inf),)))
+    others = engine.generate(PROMPT, never_eos).tokens
+    for least in (1, 4, 9):
+        late = GenerationConfig(max_tokens=9, min_tokens=least, sampling=always_eos)
+        assert engine.generate(PROMPT, late).tokens == [*others[:least], eos][:9]
+    with pytest.raises(ConfigError, match="min_tokens must be at most max_tokens"):
+        GenerationConfig(max_tokens=2, min_tokens=3)
 
 
 def test_same_seed_same_answer_and_the_seed_is_told(engine):

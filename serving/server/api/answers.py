@@ -50,7 +50,7 @@ class Answer:
         notes: Mapping[str, Any] | None = None,
         check: Callable[[Choice], str] | None = None,
     ) -> None:
-        """Submits all calls, or none.
+        """Submits all calls, or none. Raises JaxllmError if the backend refuses a call.
 
         Args:
           state: state with the backend of the answers.
@@ -61,9 +61,6 @@ class Answer:
           progress: whether a stream tells how much of the prompt was computed.
           notes: further entries of `facts`.
           check: says what an ended answer breaks of its schemas; runs in a thread.
-
-        Raises:
-          JaxllmError: the backend refuses a call.
         """
         self._state, self._prompts, self._progress, self._check = state, prompts, progress, check
         self.choices: list[Choice] = []
@@ -117,8 +114,9 @@ class Answer:
         progressed: Callable[[Mapping[str, Any]], bytes] | None = None,
     ) -> Streamed:
         """The response in parts, of an answer that has begun, so that an earlier error can still choose the
-        status. Server-sent events begin without it after a while, with a comment whenever nothing came for
-        so long: clients and proxies close connections that are silent.
+        status. Server-sent events begin without it after a while, with a comment whenever nothing came for so
+        long: clients and proxies close connections that are silent. Raises the error that ended the answer
+        before it began.
 
         Args:
           frames: makes the parts of the news.
@@ -126,9 +124,6 @@ class Answer:
           end: the last part in any case.
           media_type: media type of the response.
           progressed: makes the part that tells the progress of the prompt; None for a comment.
-
-        Raises:
-          JaxllmError: the error that ended the answer before it began.
         """
         news, is_events = self.news(), media_type == _EVENTS
         first = asyncio.ensure_future(anext(news))
@@ -249,7 +244,7 @@ async def _merged(streams: Sequence[AsyncIterator[Choice]]) -> AsyncGenerator[Ch
         await asyncio.gather(*left, return_exceptions=True)
 
 
-_MAX_STOPS, _MAX_STOP_CHARACTERS = 16, 256
+_MAX_STOPS, _MAX_STOP_CHARACTERS, _MOST_NAMED = 16, 256, 8
 _STRICT = re.compile(r"(.*);\s*strict\s*", re.DOTALL)
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -262,7 +257,6 @@ class AnswerParams:
     """What a request of any format asks for, besides the common fields.
 
     Attributes:
-      adapter: adapter that the field `model` names; empty for none.
       n: number of answers to each prompt; an answer's seed is the request's plus its index among them.
       max_tokens: maximum number of tokens; None for the front's.
       stop: strings that end an answer.
@@ -277,7 +271,6 @@ class AnswerParams:
       notes: entries for the answer's `jaxllm` object.
     """
 
-    adapter: str = ""
     n: int = 1
     max_tokens: int | None = None
     stop: str | Sequence[str] | None = None
@@ -295,10 +288,7 @@ class AnswerParams:
 
 def reasoning_in(state: ApiState, body: Extensions, *switches: Switch) -> Reasoning:
     """What a request says about the model's reasoning, in the fields of its format and in those of all.
-
-    Raises:
-      ApiError: see `reasoning_of`.
-    """
+    Raises ApiError (see `reasoning_of`)."""
     return reasoning_of(
         state.backend.facts().answer_format,
         *switches,
@@ -321,9 +311,7 @@ async def answer_of(
       ApiError: a field is out of range, there are too many calls or none, or fields exclude each other.
       JaxllmError: a call is refused.
     """
-    if body.adapter and params.adapter and body.adapter != params.adapter:
-        message = f"model names the adapter {params.adapter!r}, adapter {body.adapter!r:.80}"
-        raise ApiError(message, param="adapter")
+    _, adapter = state.model(body.model, adapter=body.adapter)
     number, limit = len(prompts) * params.n, state.answers_per_request
     if not 1 <= number <= limit:
         raise ApiError(f"a request may ask for 1 to {limit} answers, as prompts times n; got {number}")
@@ -345,7 +333,9 @@ async def answer_of(
     thinks = chats and answer_format.thinks
     # Whether the prompt ends within a thought: the model then writes only the rest of it.
     opened = thinks and await _opens_thought(state, prompts[0], answer_format, in_context=bool(context))
-    schema = _schema(body, params)
+    if body.grammar and params.grammar:
+        raise ApiError("grammar cannot be combined with a response format", param="grammar")
+    schema = params.grammar or own_grammar(body.grammar)
     config = _config(state, body, params, await _biases(state, params.logit_bias))
     grammar = _grammar(state, params, schema, thinks=thinks, opened=opened)
     config = dataclasses.replace(config, grammar=grammar)
@@ -353,7 +343,7 @@ async def answer_of(
         prompts = [await truncated(state, each, body.truncate_prompt_tokens) for each in prompts]
     if params.prefix:
         prompts = [(*params.prefix, *await prompt_ids_of(state, each)) for each in prompts]
-    adapter, scanner = state.adapter(body.adapter or params.adapter), None
+    scanner: MakeScanner = None
     if thinks or params.use.called:
         config = dataclasses.replace(config, markers=tuple(text for text, _ in answer_format.special))
         scanner = lambda: make_scanner(answer_format, params.use.called, thinking=opened)  # noqa: E731
@@ -387,13 +377,6 @@ async def answer_of(
         state, calls, scanner, prompts=len(prompts), thinks=thinks, progress=bool(body.return_progress),
         notes={**generic, **params.notes}, check=_check_of(params.use, schema, answer_format),
     )  # fmt: skip
-
-
-def _schema(body: SamplingFields, params: AnswerParams) -> Grammar | None:
-    """The grammar of the answer's text: of the response format, or the extension."""
-    if body.grammar and params.grammar:
-        raise ApiError("grammar cannot be combined with a response format", param="grammar")
-    return params.grammar or own_grammar(body.grammar)
 
 
 def _check_of(
@@ -467,11 +450,8 @@ async def prompt_ids_of(state: ApiState, prompt: CallPrompt, *, longer: bool = F
 
 
 def filled_in(facts: ModelFacts, prompt: CallPrompt, suffix: str) -> CallPrompt:
-    """The prompt that asks the model for the text between a prompt and a suffix.
-
-    Raises:
-      ApiError: the model has not learned to fill in, or the prompt is no text.
-    """
+    """The prompt that asks the model for the text between a prompt and a suffix. Raises ApiError if the model
+    has not learned to fill in, or the prompt is no text."""
     if not suffix:
         return prompt
     if not facts.infill or not isinstance(prompt, str):
@@ -496,6 +476,11 @@ async def _biases(state: ApiState, given: LogitBias | None) -> tuple[tuple[int, 
     pairs = [*given.items()] if isinstance(given, dict) else given or []
     if len(pairs) > MAX_LOGIT_BIASES:
         raise ApiError(f"logit_bias has at most {MAX_LOGIT_BIASES} entries", param="logit_bias")
+    wrong = [token for token, _ in pairs if isinstance(token, str) and not _is_id(token)]
+    if isinstance(given, dict) and wrong:
+        names = ", ".join(f"{token!r:.40}" for token in wrong[:_MOST_NAMED])
+        message = f"logit_bias must have token ids as keys, got {names}{', ...' * (len(wrong) > _MOST_NAMED)}"
+        raise ApiError(message, param="logit_bias")
     found: dict[int, float] = {}
     for token, value in pairs:
         number = -math.inf if value is False else float(value)
@@ -503,14 +488,16 @@ async def _biases(state: ApiState, given: LogitBias | None) -> tuple[tuple[int, 
             raise ApiError("logit_bias must have numbers as values", param="logit_bias")
         if isinstance(token, int):
             found[token] = number
-        elif token.isascii() and token.isdecimal() and len(token) <= 10:
+        elif _is_id(token):
             found[int(token)] = number
-        elif isinstance(given, dict):
-            raise ApiError(f"logit_bias must have token ids as keys, got {token!r:.40}", param="logit_bias")
         else:
             ids = await state.backend.tokenize(token, special=False)
             found |= dict.fromkeys(ids, number)
     return tuple(found.items())
+
+
+def _is_id(token: str) -> bool:
+    return token.isascii() and token.isdecimal() and len(token) <= 10
 
 
 def _config(
@@ -526,18 +513,14 @@ def _config(
         state.max_tokens if params.max_tokens is None else params.max_tokens,
         state.backend.facts().window_tokens,
     )
-    if 0 < body.min_tokens < most:
-        message = f"min_tokens is 0, or max_tokens ({most}), which ignores the end as ignore_eos does"
-        raise ApiError(message, code="unsupported_value", param="min_tokens")
+    if body.min_tokens > most:
+        raise ApiError(f"min_tokens must be at most max_tokens ({most})", param="min_tokens")
     return GenerationConfig(
-        max_tokens=most,
-        stop=stops,
-        stop_token_ids=tuple(body.stop_token_ids or ()),
-        ignore_eos=body.ignore_eos or body.min_tokens >= most,
+        max_tokens=most, min_tokens=body.min_tokens, stop=stops,
+        stop_token_ids=tuple(body.stop_token_ids or ()), ignore_eos=body.ignore_eos,
         sampling=Sampling(logit_bias=biases, **sampling_of(state, body, params.temperature)),
-        task=body.task or "",
-        top_logprobs=params.top_logprobs,
-    )
+        task=body.task or "", top_logprobs=params.top_logprobs,
+    )  # fmt: skip
 
 
 def sampling_of(state: ApiState, body: SamplingFields, temperature: float | None = None) -> dict[str, Any]:
@@ -552,11 +535,7 @@ def objective_of(
     slo: str | Mapping[str, Any] | None, strict: bool | None, header: str
 ) -> tuple[Objective | None, bool | None]:
     """The objective of a request by its body, else by its header X-SLO (`<40,70>` or JSON, optionally
-    followed by `; strict`), and whether it is strict.
-
-    Raises:
-      ApiError: it is malformed.
-    """
+    followed by `; strict`), and whether it is strict. Raises ApiError if it is malformed."""
     if slo is None and header:
         if found := _STRICT.fullmatch(header):
             header, strict = found[1], True if strict is None else strict

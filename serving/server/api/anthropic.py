@@ -6,11 +6,7 @@ from typing import Any, Literal
 import msgspec
 from starlette.responses import Response
 
-from jaxllm.serving.server.api.answers import (
-    AnswerParams,
-    answer_of,
-    reasoning_in,
-)
+from jaxllm.serving.server.api.answers import AnswerParams, answer_of, reasoning_in
 from jaxllm.serving.server.api.choices import AnswerPart, Choice
 from jaxllm.serving.server.api.context_edits import edited
 from jaxllm.serving.server.api.dialect import convert, ignore
@@ -38,7 +34,6 @@ class Tool(msgspec.Struct, kw_only=True):
 async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Answers messages, as a whole or as events."""
     body = state.body(request, MESSAGES)
-    _, adapter = state.model(body.model)
     if (
         body.thinking is not None
         and (most := body.thinking.budget_tokens) is not None
@@ -49,14 +44,11 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
     said = _Said(state, request, body)
     form = body.output_config and body.output_config.format
     params = AnswerParams(
-        adapter=adapter,
-        max_tokens=body.max_tokens,
-        stop=body.stop_sequences,
-        use=said.use,
+        max_tokens=body.max_tokens, stop=body.stop_sequences, use=said.use,
         reasoning=said.reasoning,
         grammar=form and format_grammar(form.type, form.schema, "output_config.format"),
         notes={"thoughts_dropped": said.dropped} if said.dropped else {},
-    )
+    )  # fmt: skip
     prompt, edits = await said.conversation()
     answer = await answer_of(state, request, body, (prompt,), params)
     blocks = _Blocks(state, request.app, body.model, edits)
@@ -65,9 +57,7 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
     (choice,) = await answer.whole()
     content = [block for each in choice.parts if (block := blocks.whole(each)) is not None]
     message = blocks.message(choice) | {"content": content, **blocks.stop(choice), "jaxllm": choice.facts()}
-    message |= blocks.edits
-    message["usage"] |= _written(choice)
-    return message
+    return message | blocks.edits
 
 
 async def count_tokens(state: ApiState, request: ApiRequest) -> dict[str, Any]:
@@ -298,8 +288,7 @@ class _Blocks:
         for frame in close():
             yield frame
         assert choice is not None
-        usage = _usage(choice) | _written(choice)
-        more = {"usage": usage, "jaxllm": choice.facts(), **self.edits}
+        more = {"usage": _usage(choice), "jaxllm": choice.facts(), **self.edits}
         yield _event("message_delta", delta=self.stop(choice), **more)
         yield _event("message_stop")
 
@@ -315,10 +304,5 @@ def _usage(choice: Choice) -> dict[str, Any]:
         "input_tokens": start.prompt_tokens - start.reused_tokens,
         "cache_read_input_tokens": start.reused_tokens,
         "cache_creation_input_tokens": 0,
-        "output_tokens": 0,
+        "output_tokens": 0 if choice.ended is None else choice.ended.tokens,
     }
-
-
-def _written(choice: Choice) -> dict[str, Any]:
-    assert choice.ended is not None
-    return {"output_tokens": choice.ended.tokens}

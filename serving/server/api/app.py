@@ -11,6 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -20,7 +21,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxllm.errors import ContextOverflow
-from jaxllm.serving.server.api import anthropic, ollama, openai, resources, responses, scores
+from jaxllm.serving.server.api import anthropic, fields, ollama, openai, resources, responses, scores
 from jaxllm.serving.server.api.errors import ApiError, api_error, error_response, overflowed, shape_of
 from jaxllm.serving.server.api.openapi import docs_routes, hint
 from jaxllm.serving.server.api.requests import (
@@ -51,54 +52,55 @@ _HEADER_NAMES = re.compile(r"[a-zA-Z0-9_-]{1,64}(?: ?, ?[a-zA-Z0-9_-]{1,64}){0,6
 # Maximum bytes that are read of a refused request's body, and time for them.
 _MOST_DROPPED_BYTES = 8 << 20
 _DROP_S = 10.0
-_ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", "/health", resources.health),
-    ("GET", "/ready", resources.ready),
-    ("POST", "/v1/chat/completions", openai.chat),
-    ("POST", "/v1/chat/completions/input_tokens", openai.count_tokens),
-    ("POST", "/v1/completions", openai.completions),
-    ("POST", "/v1/responses", responses.create),
-    ("POST", "/v1/responses/input_tokens", responses.count_tokens),
-    ("GET", "/v1/responses/{name}", responses.get),
-    ("DELETE", "/v1/responses/{name}", responses.delete),
-    ("POST", "/v1/responses/{name}/cancel", responses.cancel),
-    ("GET", "/v1/responses/{name}/input_items", responses.input_items),
-    ("POST", "/v1/embeddings", resources.embeddings),
-    ("POST", "/v1/score", scores.score),
-    ("GET", "/v1/models", resources.models),
-    ("GET", "/v1/models/{name}", resources.models),
-    ("GET", "/v1/adapters", resources.list_adapters),
-    ("POST", "/v1/adapters", resources.load_adapter),
-    ("DELETE", "/v1/adapters/{name}", resources.unload_adapter),
-    ("GET", "/v1/objective", resources.get_objective),
-    ("POST", "/v1/objective", resources.bind_objective),
-    ("DELETE", "/v1/objective", resources.unbind_objective),
-    ("POST", "/v1/contexts", resources.create_context),
-    ("GET", "/v1/contexts", resources.list_contexts),
-    ("GET", "/v1/contexts/{name}", resources.get_context),
-    ("DELETE", "/v1/contexts/{name}", resources.delete_context),
-    ("POST", "/v1/contexts/{name}/pin", resources.pin_context),
-    ("POST", "/v1/contexts/{name}/generate", resources.generate_in_context),
-    ("POST", "/v1/messages", anthropic.create),
-    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
-    ("POST", "/api/chat", ollama.chat),
-    ("POST", "/api/generate", ollama.generate),
-    ("GET", "/api/tags", ollama.tags),
-    ("POST", "/api/show", ollama.show),
-    ("GET", "/api/version", ollama.version),
-    ("GET", "/api/ps", ollama.running),
-    ("POST", "/api/embed", ollama.embed),
-    ("POST", "/api/embeddings", ollama.embeddings),
-    ("POST", "/api/pull", ollama.pull),
-    ("POST", "/api/push", ollama.refuse),
-    ("POST", "/api/create", ollama.refuse),
-    ("POST", "/api/copy", ollama.refuse),
-    ("DELETE", "/api/delete", ollama.refuse),
-    ("POST", "/api/blobs/{name}", ollama.refuse),
-    ("POST", "/tokenize", resources.tokenize),
-    ("POST", "/detokenize", resources.detokenize),
-    ("POST", "/apply-template", resources.apply_template),
-    ("GET", "/props", resources.props),
+# Methods, paths, handlers, and types of bodies for the description; None for none, or any.
+_ROUTES: tuple[tuple[str, str, Handler, type[msgspec.Struct] | None], ...] = (
+    ("GET", "/health", resources.health, None),
+    ("GET", "/ready", resources.ready, None),
+    ("POST", "/v1/chat/completions", openai.chat, fields.ChatBody),
+    ("POST", "/v1/chat/completions/input_tokens", openai.count_tokens, fields.ChatBody),
+    ("POST", "/v1/completions", openai.completions, fields.CompletionBody),
+    ("POST", "/v1/responses", responses.create, fields.ResponseBody),
+    ("POST", "/v1/responses/input_tokens", responses.count_tokens, fields.ResponseBody),
+    ("GET", "/v1/responses/{name}", responses.get, None),
+    ("DELETE", "/v1/responses/{name}", responses.delete, None),
+    ("POST", "/v1/responses/{name}/cancel", responses.cancel, None),
+    ("GET", "/v1/responses/{name}/input_items", responses.input_items, None),
+    ("POST", "/v1/embeddings", resources.embeddings, fields.EmbeddingBody),
+    ("POST", "/v1/score", scores.score, scores.ScoreBody),
+    ("GET", "/v1/models", resources.models, None),
+    ("GET", "/v1/models/{name}", resources.models, None),
+    ("GET", "/v1/adapters", resources.list_adapters, None),
+    ("POST", "/v1/adapters", resources.load_adapter, resources.LoadBody),
+    ("DELETE", "/v1/adapters/{name}", resources.unload_adapter, None),
+    ("GET", "/v1/objective", resources.get_objective, None),
+    ("POST", "/v1/objective", resources.bind_objective, resources.BindBody),
+    ("DELETE", "/v1/objective", resources.unbind_objective, None),
+    ("POST", "/v1/contexts", resources.create_context, resources.CreateBody),
+    ("GET", "/v1/contexts", resources.list_contexts, None),
+    ("GET", "/v1/contexts/{name}", resources.get_context, None),
+    ("DELETE", "/v1/contexts/{name}", resources.delete_context, None),
+    ("POST", "/v1/contexts/{name}/pin", resources.pin_context, resources.PinBody),
+    ("POST", "/v1/contexts/{name}/generate", resources.generate_in_context, None),
+    ("POST", "/v1/messages", anthropic.create, fields.MessagesBody),
+    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens, fields.CountBody),
+    ("POST", "/api/chat", ollama.chat, fields.OllamaChatBody),
+    ("POST", "/api/generate", ollama.generate, fields.GenerateBody),
+    ("GET", "/api/tags", ollama.tags, None),
+    ("POST", "/api/show", ollama.show, fields.ShowBody),
+    ("GET", "/api/version", ollama.version, None),
+    ("GET", "/api/ps", ollama.running, None),
+    ("POST", "/api/embed", ollama.embed, fields.EmbedBody),
+    ("POST", "/api/embeddings", ollama.embeddings, fields.EmbedBody),
+    ("POST", "/api/pull", ollama.pull, fields.PullBody),
+    ("POST", "/api/push", ollama.refuse, None),
+    ("POST", "/api/create", ollama.refuse, None),
+    ("POST", "/api/copy", ollama.refuse, None),
+    ("DELETE", "/api/delete", ollama.refuse, None),
+    ("POST", "/api/blobs/{name}", ollama.refuse, None),
+    ("POST", "/tokenize", resources.tokenize, resources.TokenizeBody),
+    ("POST", "/detokenize", resources.detokenize, resources.DetokenizeBody),
+    ("POST", "/apply-template", resources.apply_template, resources.TokenizeBody),
+    ("GET", "/props", resources.props, None),
 )
 
 
@@ -121,7 +123,7 @@ def make_app(
     """
     state = ApiState(backend)
     by_path: dict[str, dict[str, Handler]] = {}
-    for method, path, handler in _ROUTES:
+    for method, path, handler, _ in _ROUTES:
         by_path.setdefault(path, {})[method] = handler
     routes = []
     for path, handlers in by_path.items():
@@ -130,9 +132,8 @@ def make_app(
     middleware = [Middleware(AccessLogged, on_request)]
     if guard is not None:
         middleware.append(Middleware(Guard, identify, guard))
-    operations = {(method, path): handler for method, path, handler in _ROUTES}
     app = Starlette(
-        routes=[*extra_routes, *docs_routes(operations), *routes],
+        routes=[*extra_routes, *docs_routes(_ROUTES), *routes],
         middleware=middleware,
         exception_handlers={HTTPException: _unrouted},
     )
@@ -148,14 +149,11 @@ def _endpoint(
             app = identify(request.scope)
             raw = await read_raw(request, state.most_body_bytes(), state.body_s)
             api_request = ApiRequest(
-                app=app,
-                request_id=request.state.request_id,
+                app=app, request_id=request.state.request_id,
                 values=await parsed(raw, state.body_depth) if request.method == "POST" else {},
-                path=request.path_params,
-                slo=request.headers.get("x-slo", ""),
-                query=request.query_params.multi_items(),
-                operator=is_operator(request.scope),
-            )
+                path=request.path_params, slo=request.headers.get("x-slo", ""),
+                query=request.query_params.multi_items(), operator=is_operator(request.scope),
+            )  # fmt: skip
             handler = handlers["GET" if request.method == "HEAD" else request.method]
             answer = await while_connected(request.receive, handler(state, api_request))
             return answer if isinstance(answer, Response) else json_response(answer)

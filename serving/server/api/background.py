@@ -1,50 +1,26 @@
 """Generates responses without a connection: callers poll them, and may cancel them."""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from jaxllm.serving.server.api.choices import Choice
-from jaxllm.serving.server.api.errors import ApiError, api_error
-
-
-class Answering(Protocol):
-    """See `jaxllm.serving.server.api.answers.Answer`."""
-
-    @property
-    def choices(self) -> Sequence[Choice]: ...  # noqa: D102
-    def news(self) -> AsyncGenerator[Choice, None]: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
-
-
-class Writer(Protocol):
-    """See `jaxllm.serving.server.api.responses.ResponseWriter`."""
-
-    id: str
-
-    async def take(self, choice: Choice) -> Any: ...  # noqa: D102
-    async def ended(self) -> Any: ...  # noqa: D102
-    async def stored(self, response: dict[str, Any]) -> Any: ...  # noqa: D102
-    def response(self, status: str) -> dict[str, Any]: ...  # noqa: D102
-    def failure(self, error: ApiError) -> dict[str, Any]: ...  # noqa: D102
+from jaxllm.serving.server.api.errors import api_error
 
 
 class Background:
-    """The running responses of all apps, by app and id. For one loop. They count as calls to all limits."""
+    """The running responses of all apps, by app and id. For one loop. They count as calls to all limits.
+
+    A writer is a `jaxllm.serving.server.api.responses.ResponseWriter`.
+    """
 
     def __init__(self) -> None:
-        self._running: dict[tuple[str, str], tuple[Answering, Writer, asyncio.Task[None]]] = {}
+        self._running: dict[tuple[str, str], tuple[Any, asyncio.Task[None]]] = {}
 
-    def start(self, app: str, answer: Answering, writer: Writer) -> dict[str, Any]:
+    def start(self, app: str, writer: Any) -> dict[str, Any]:
         """Begins to generate; returns the response so far. It is stored when it ends, or fails."""
 
         async def run() -> None:
             try:
-                async with contextlib.aclosing(answer.news()) as news:
-                    async for choice in news:
-                        await writer.take(choice)
-                await writer.ended()
+                await writer.whole()
             except asyncio.CancelledError:
                 await writer.stored(writer.response("cancelled"))
             except Exception as error:
@@ -52,23 +28,18 @@ class Background:
             finally:
                 del self._running[app, writer.id]
 
-        self._running[app, writer.id] = answer, writer, asyncio.ensure_future(run())
-        return self._response(answer, writer)
+        self._running[app, writer.id] = writer, asyncio.ensure_future(run())
+        return writer.so_far()
 
     def response(self, app: str, name: str) -> dict[str, Any] | None:
         """A running response so far; None if none of the app has this id."""
         found = self._running.get((app, name))
-        return found and self._response(*found[:2])
+        return found and found[0].so_far()
 
     async def cancel(self, app: str, name: str) -> None:
         """Cancels a response, if it is running, and waits until it is stored."""
         if (found := self._running.get((app, name))) is not None:
             # A task that has not begun would be gone without a word.
             await asyncio.sleep(0)
-            found[0].close()
-            found[2].cancel()
-            await asyncio.gather(found[2], return_exceptions=True)
-
-    def _response(self, answer: Answering, writer: Writer) -> dict[str, Any]:
-        started = answer.choices[0].started is not None
-        return writer.response("in_progress" if started else "queued")
+            found[1].cancel()
+            await asyncio.gather(found[1], return_exceptions=True)

@@ -8,15 +8,7 @@ from jaxllm.serving.engine.decoding import TokenLogprob
 from jaxllm.serving.server.calls import Ended, Event, Piece, Started
 from jaxllm.serving.server.job import Job
 from jaxllm.serving.server.limits import written
-from jaxllm.text.answer_parts import (
-    AnswerScanner,
-    CallArguments,
-    CallBegins,
-    CallEnds,
-    Part,
-    Text,
-    Thinking,
-)
+from jaxllm.text.answer_parts import AnswerScanner, CallArguments, CallBegins, CallEnds, Part, Text, Thinking
 
 # Makes a scanner for each answer; None if answers are only text.
 MakeScanner = Callable[[], AnswerScanner] | None
@@ -83,6 +75,8 @@ class Choice:
         self.tokens: list[int] = []
         self.characters = self.reasoning_tokens = 0
         self.unmet = ""
+        # Times of the first piece and the last.
+        self._times_s: tuple[float, float] | None = None
         self.new: Sequence[Part] = ()
         self.new_logprobs: Sequence[TokenLogprob] = ()
         # Tokens whose part is not known yet, as characters and log-probabilities, and the last known part.
@@ -134,11 +128,15 @@ class Choice:
             case Piece():
                 self.tokens += event.tokens
                 for text, tokens, logprobs in self._slices(event):
-                    parts = self._fed(text)
+                    parts = (Text(text),) * bool(text) if self._scanner is None else self._scanner.feed(text)
                     self._undecided += zip((len(text), *[0] * (tokens - 1)), logprobs, strict=True)
                     known += self._decided(parts)
                     news += parts
-                self._report_seen(news, event.at_s)
+                if not self._seen and any(not isinstance(each, Thinking) for each in news):
+                    self._seen = True
+                    self.job.saw_answer(event.at_s)
+                first_s, _ = self._times_s or (event.at_s, 0.0)
+                self._times_s = first_s, event.at_s
             case Ended():
                 self.ended = event
                 cut = event.finish_reason == "length" or event.stop_string is not None
@@ -148,11 +146,6 @@ class Choice:
         self.logprobs += known
         for part in news:
             self._add(part)
-
-    def _fed(self, text: str) -> Sequence[Part]:
-        if self._scanner is None:
-            return (Text(text),) if text else ()
-        return self._scanner.feed(text)
 
     def _slices(self, piece: Piece) -> Iterator[tuple[str, int, Sequence[TokenLogprob | None]]]:
         """A piece's text, number of tokens and their log-probabilities: token by token where reasoning is
@@ -187,12 +180,6 @@ class Choice:
         self.characters += sum(characters for characters, _ in undecided)
         return [logprob for _, logprob in undecided if logprob is not None]
 
-    def _report_seen(self, parts: Sequence[Part], at_s: float) -> None:
-        """Tells the job of the first text or call."""
-        if not self._seen and any(not isinstance(each, Thinking) for each in parts):
-            self._seen = True
-            self.job.saw_answer(at_s)
-
     def _add(self, part: Part) -> None:
         match part:
             case CallBegins():
@@ -207,6 +194,21 @@ class Choice:
                 if not self.parts or self.parts[-1].kind != kind:
                     self.parts.append(AnswerPart(kind=kind))
                 self.parts[-1].pieces.append(part.text)
+
+    def timings(self) -> dict[str, float]:
+        """Numbers of tokens and times so far, as llama.cpp's server reports them; empty before any."""
+        start, times_s = self.started, self._times_s
+        if start is None or times_s is None:
+            return {}
+        found: dict[str, float] = {"cache_n": start.reused_tokens}
+        for name, count, took_s in (
+            ("prompt", start.prompt_tokens - start.reused_tokens, times_s[0] - self.job.arrived_s),
+            ("predicted", len(self.tokens), times_s[1] - times_s[0]),
+        ):
+            found |= {f"{name}_n": count, f"{name}_ms": 1000 * took_s}
+            found[f"{name}_per_token_ms"] = 1000 * took_s / max(count, 1)
+            found[f"{name}_per_second"] = count / took_s if took_s > 0 else 0.0
+        return found
 
     def facts(self) -> dict[str, Any]:
         """The `jaxllm` object: plan and cost."""

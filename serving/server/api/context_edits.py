@@ -42,12 +42,8 @@ class ContextManagement(msgspec.Struct, kw_only=True):
 async def edited(
     backend: Backend, prompt: Conversation, management: ContextManagement
 ) -> tuple[Conversation, list[dict[str, Any]]]:
-    """The conversation after its edits, and those that were applied, in Anthropic's format.
-
-    Raises:
-      ApiError: an edit's amounts are of a wrong type.
-      JaxllmError: see `Backend.tokenize`.
-    """
+    """The conversation after its edits, and those that were applied, in Anthropic's format. Raises ApiError
+    if an edit's amounts are of a wrong type, and JaxllmError (see `Backend.tokenize`)."""
     applied = []
     for edit in management.edits:
         tools = edit.type == "clear_tool_uses_20250919"
@@ -68,15 +64,21 @@ async def edited(
     return prompt, applied
 
 
+def _kept(edit: Edit, kind: str, default: int) -> int | None:
+    """The number of a kind that an edit keeps; None for all. Raises ApiError for another kind."""
+    if not isinstance(keep := edit.keep, Amount):
+        return None if keep == "all" else default
+    if keep.type not in (kind, "all"):
+        raise ApiError(f"context_management keeps {kind} or all", param="context_management.edits")
+    return None if keep.type == "all" else max(0, keep.value)
+
+
 def _without_thoughts(prompt: Conversation, edit: Edit) -> tuple[tuple[Any, ...] | None, dict[str, int]]:
     """The messages without all but the last thoughts; None if there are no others."""
-    keep = edit.keep if isinstance(edit.keep, Amount) else Amount(type="thinking_turns", value=_KEPT_THOUGHTS)
-    if edit.keep == "all" or keep.type == "all":
+    if (keep := _kept(edit, "thinking_turns", _KEPT_THOUGHTS)) is None:
         return None, {}
-    if keep.type != "thinking_turns":
-        raise ApiError("context_management keeps thinking_turns or all", param="context_management.edits")
     found = [index for index, each in enumerate(prompt.messages) if each.get("reasoning_content")]
-    cleared = {*found[: len(found) - max(0, keep.value)]}
+    cleared = {*found[: len(found) - keep]}
     messages = tuple(
         {name: value for name, value in each.items() if name != "reasoning_content"}
         if index in cleared
@@ -88,13 +90,12 @@ def _without_thoughts(prompt: Conversation, edit: Edit) -> tuple[tuple[Any, ...]
 
 def _without_tool_uses(prompt: Conversation, edit: Edit) -> tuple[tuple[Any, ...] | None, dict[str, int]]:
     """The messages with placeholders for all but the last results of tools; None if there are no others."""
-    keep = edit.keep if isinstance(edit.keep, Amount) else Amount(type="tool_uses", value=_KEPT_USES)
-    if keep.type != "tool_uses":
-        raise ApiError("context_management keeps a number of tool_uses", param="context_management.edits")
+    if (keep := _kept(edit, "tool_uses", _KEPT_USES)) is None:
+        return None, {}
     calls = [call for each in prompt.messages for call in each.get("tool_calls", ())]
     may = [call["id"] for call in calls if call["function"]["name"] not in edit.exclude_tools]
     answered = {each.get("tool_call_id") for each in prompt.messages if each.get("content") != _CLEARED}
-    cleared = {each for each in may[: len(may) - max(0, keep.value)] if each in answered}
+    cleared = {each for each in may[: len(may) - keep] if each in answered}
     inputs = edit.clear_tool_inputs
 
     def call_of(call: dict[str, Any]) -> dict[str, Any]:

@@ -55,15 +55,8 @@ class Dialect(Generic[Body]):
         return [*fields_of(self.body), *self.synonyms, *sorted(self.hints), *self.refused]
 
     def read(self, values: Mapping[str, Any], *, strict: bool) -> Body:
-        """A body as its struct.
-
-        Args:
-          values: the body, in JSON.
-          strict: whether fields that are not declared are refused.
-
-        Raises:
-          ApiError: a field is refused, missing, given twice, or of a wrong type.
-        """
+        """A body as its struct. Raises ApiError if a field is refused, missing, given twice, or of a wrong
+        type. `strict`: whether fields that are not declared are refused."""
         _CURRENT.set((self, strict))
         return convert(self._resolved(values), self.body)
 
@@ -124,11 +117,8 @@ _CURRENT: contextvars.ContextVar[tuple[Dialect[Any] | None, bool]] = contextvars
 
 
 def ignore(path: str) -> None:
-    """Notes that a field has no effect, for the header and the log.
-
-    Raises:
-      ApiError: fields are strict, and the format does not declare it.
-    """
+    """Notes that a field has no effect, for the header and the log. Raises ApiError if fields are strict, and
+    the format does not declare it."""
     dialect, strict = _CURRENT.get()
     if strict and (dialect is None or _INDEX.sub("", path) not in dialect.hints):
         message = f"the field {path!r:.80} is not known; the guide lists the fields that are"
@@ -140,11 +130,7 @@ def ignore(path: str) -> None:
 
 def convert(value: Any, kind: type[Body], at: str = "") -> Body:
     """Converts plain JSON values to a struct; `at` is the path of the values in the body. Fields that it does
-    not have are ignored (see `ignore`).
-
-    Raises:
-      ApiError: a field is missing or of a wrong type.
-    """
+    not have are ignored (see `ignore`). Raises ApiError if a field is missing or of a wrong type."""
     try:
         return msgspec.convert(_known(value, _shape(kind), at), kind)
     except msgspec.ValidationError as error:

@@ -10,6 +10,7 @@ import msgspec
 from jaxllm.serving.engine.decoding import MAX_TOP_LOGPROBS
 from jaxllm.serving.server.api.context_edits import ContextManagement
 from jaxllm.serving.server.api.dialect import Dialect, Values
+from jaxllm.serving.server.api.errors import ApiError
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -77,19 +78,33 @@ class ReasoningFields(msgspec.Struct, kw_only=True):
     enabled: bool | None = None
 
 
-class ChatBody(SamplingFields, kw_only=True):
-    """A chat of OpenAI's format."""
+class OpenAIBody(SamplingFields, kw_only=True):
+    """What chats and completions of OpenAI's format share."""
 
-    messages: list[Any]
     n: Positive = 1
     stop: str | list[str] | None = None
     max_tokens: int | None = None
+    logit_bias: LogitBias | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: TopLogprobs | None = None
+    timings_per_token: bool = False
+
+    @property
+    def usage_options(self) -> StreamOptions:
+        """`stream_options`, or its defaults; raises ApiError without a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise ApiError("stream_options requires stream to be true", param="stream_options")
+        return self.stream_options or StreamOptions()
+
+
+class ChatBody(OpenAIBody, kw_only=True):
+    """A chat of OpenAI's format."""
+
+    messages: list[Any]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: TopLogprobs | None = None
-    logit_bias: LogitBias | None = None
     response_format: dict[str, Any] | None = None
-    stream_options: StreamOptions | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -97,22 +112,15 @@ class ChatBody(SamplingFields, kw_only=True):
     add_generation_prompt: bool | None = None
     reasoning_effort: str | None = None
     reasoning: ReasoningFields | None = None
-    prompt_logprobs: TopLogprobs | None = None
 
 
-class CompletionBody(SamplingFields, kw_only=True):
+class CompletionBody(OpenAIBody, kw_only=True):
     """A completion of OpenAI's format."""
 
     prompt: str | list[Any]
-    n: Positive = 1
-    stop: str | list[str] | None = None
-    max_tokens: int | None = None
     logprobs: TopLogprobs | None = None
-    logit_bias: LogitBias | None = None
-    stream_options: StreamOptions | None = None
     suffix: str = ""
     echo: bool = False
-    prompt_logprobs: TopLogprobs | None = None
     level: int | None = None
 
     @property
@@ -303,8 +311,7 @@ class ShowBody(msgspec.Struct, kw_only=True):
 class PullBody(msgspec.Struct, kw_only=True):
     """A model to load, in Ollama's format."""
 
-    model: str = ""
-    name: str = ""
+    model: str
     stream: bool = True
 
 
@@ -347,8 +354,8 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "post_sampling_probs": (False,), "prompt_embeds": (), "reasoning_format": ("auto", "deepseek"),
     "return_hidden_states": (False,), "return_tokens_as_token_ids": (False,), "separate_reasoning": (True,),
     "session_params": (), "skip_special_tokens": (True,), "stop_regex": ([],), "tfs_z": (1,),
-    "top_a": (0,), "top_n_sigma": (-1, 0), "typical_p": (1,), "use_beam_search": (False,),
-    "xtc_probability": (0,),
+    "top_a": (0,), "top_n_sigma": (-1, 0), "truncation_side": ("left",), "typical_p": (1,),
+    "use_beam_search": (False,), "xtc_probability": (0,),
 }  # fmt: skip
 _VALUES: Values = {
     "max_tokens": {-1: _UNLIMITED}, "max_completion_tokens": {-1: _UNLIMITED}, "top_k": {-1: 0},
@@ -375,15 +382,16 @@ _OLLAMA_VALUES: Values = {
 
 CHAT = Dialect(
     name="chats", body=ChatBody, synonyms=_SYNONYMS | _LENGTHS, values=_VALUES,
-    hints=_HINTS | {"store", "messages.provider_specific_fields", "tools.cache_control"},
+    hints=_HINTS - {"timings_per_token"}
+    | {"store", "messages.provider_specific_fields", "tools.cache_control"},
     refused=_REFUSED | {
         "audio": (), "function_call": ("none",), "functions": ([],), "modalities": (["text"],),
         "moderation": (), "plugins": ([],), "web_search_options": (),
     },
 )  # fmt: skip
 COMPLETION = Dialect(
-    name="completions", body=CompletionBody, synonyms=_SYNONYMS | _LENGTHS, values=_VALUES, hints=_HINTS,
-    refused=_REFUSED | {"best_of": (1,)},
+    name="completions", body=CompletionBody, synonyms=_SYNONYMS | _LENGTHS, values=_VALUES,
+    hints=_HINTS - {"timings_per_token"}, refused=_REFUSED | {"best_of": (1,)},
 )  # fmt: skip
 RESPONSE = Dialect(
     name="responses", body=ResponseBody, values=_VALUES,
@@ -419,7 +427,7 @@ EMBEDDING = Dialect(
     refused={"dimensions": (), "add_special_tokens": (True,)},
 )  # fmt: skip
 SHOW = Dialect(name="Ollama's facts", body=ShowBody, synonyms={"name": "model"})
-PULL = Dialect(name="Ollama's pull", body=PullBody, hints=frozenset({"insecure"}))
+PULL = Dialect(name="Ollama's pull", body=PullBody, synonyms={"name": "model"}, hints=frozenset({"insecure"}))
 DIALECTS: tuple[Dialect[Any], ...] = (
     CHAT, COMPLETION, RESPONSE, MESSAGES, COUNT, OLLAMA_CHAT, GENERATE, EMBEDDING,
     EMBED,

@@ -61,11 +61,10 @@ class LoggedText:
 
 
 def chat_logprobs(tokens: Sequence[LoggedToken]) -> list[dict[str, Any]]:
-    """The entries of tokens in chats and responses. If most likely tokens are requested, the sampled token is
-    appended to them unless it is one."""
+    """The entries of tokens in chats and responses: at most as many likely tokens as were requested."""
     return [
         _entry(each.data, each.token.logprob)
-        | {"top_logprobs": [_entry(data, value) for _, data, value in _top(each, always=False)]}
+        | {"top_logprobs": [_entry(data, value) for _, data, value in _top(each)]}
         for each in tokens
     ]
 
@@ -75,8 +74,10 @@ def completion_logprobs(tokens: Sequence[LoggedToken]) -> dict[str, Any]:
     likelier one is named by its id, because texts are the keys."""
     logprobs: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for each in tokens:
-        top: dict[str, float] = {}
-        for token, data, value in _top(each, always=True):
+        top, found = dict[str, float](), _top(each)
+        if all(token != each.token.token for token, _, _ in found):
+            found.append((each.token.token, each.data, each.token.logprob))
+        for token, data, value in found:
             name = text_of(data)
             top[f"token_id:{token}" if name in top else name] = finite(value)
         logprobs["tokens"].append(text_of(each.data))
@@ -86,13 +87,9 @@ def completion_logprobs(tokens: Sequence[LoggedToken]) -> dict[str, Any]:
     return logprobs
 
 
-def _top(each: LoggedToken, *, always: bool) -> list[tuple[int, bytes, float]]:
-    """Ids, bytes and log-probabilities of the most likely tokens and the sampled one."""
-    token = each.token
-    top = [(id_, data, value) for (id_, value), data in zip(token.top, each.top, strict=True)]
-    if (top or always) and all(id_ != token.token for id_, _, _ in top):
-        top.append((token.token, each.data, token.logprob))
-    return top
+def _top(each: LoggedToken) -> list[tuple[int, bytes, float]]:
+    """Ids, bytes and log-probabilities of the most likely tokens."""
+    return [(id_, data, value) for (id_, value), data in zip(each.token.top, each.top, strict=True)]
 
 
 def _entry(data: bytes, value: float) -> dict[str, Any]:
@@ -113,16 +110,8 @@ def finite(value: float) -> float:
 
 
 def requested_logprobs(top: int | None, requested: bool, needed: str) -> int | None:
-    """The number of most likely tokens to return log-probabilities of; None for none.
-
-    Args:
-      top: value of `top_logprobs`.
-      requested: whether log-probabilities are requested.
-      needed: how they are requested, for the error.
-
-    Raises:
-      ApiError: none are requested.
-    """
+    """The number of most likely tokens to return log-probabilities of; None for none. Raises ApiError if none
+    are requested. `needed` says how they are requested, for the error."""
     if top and not requested:
         raise ApiError(f"top_logprobs requires {needed}", param="top_logprobs")
     return (top or 0) if requested else None

@@ -50,16 +50,9 @@ class Message(msgspec.Struct, kw_only=True):
 def messages_of(values: Sequence[Any], param: str = "messages") -> tuple[dict[str, Any], ...]:
     """Messages in the templates' format: texts as one string, arguments of calls as objects. The role
     `developer` becomes `system`, since templates of open models do not know it; an assistant's reasoning is
-    `reasoning_content`, by either name, which the template leaves out where it does.
-
-    Args:
-      values: JSON values.
-      param: the field of the request with the messages.
-
-    Raises:
-      ApiError: there are none or too many, a message is malformed, or it has a part that is neither a text
-        nor an image.
-    """
+    `reasoning_content`, by either name, which the template leaves out where it does. Raises ApiError if there
+    are none or too many, a message is malformed, or it has a part that is neither a text nor an image.
+    `param`: the field with the messages."""
     require_some(values, param)
     return tuple(_message(value, f"messages[{index}]") for index, value in enumerate(values))
 
@@ -77,17 +70,8 @@ def text_of(
     *,
     first: int = 0,
 ) -> str:
-    """Joins the texts of a message's content.
-
-    Args:
-      content: a text or parts.
-      at: the path of the content in the body.
-      kinds: types of parts that are texts.
-      first: index of the first part, if there are others before it.
-
-    Raises:
-      ApiError: a part has another type.
-    """
+    """Joins the texts of a message's content. Raises ApiError if a part has another type. `at`: path of the
+    content; `kinds`: types of parts that are texts; `first`: index of the first part."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []
@@ -104,15 +88,8 @@ def content_of(
     content: str | Sequence[Mapping[str, Any]] | None, at: str, *, images: bool
 ) -> str | list[dict[str, Any]]:
     """A message's content: its text, or its parts if it has images (see `jaxllm.serving.images.prompt`).
-
-    Args:
-      content: a text, or parts in OpenAI's format.
-      at: the path of the content in the body.
-      images: whether the message may have images.
-
-    Raises:
-      ApiError: a part has another type, or an image's URL does not contain it.
-    """
+    Raises ApiError if a part has another type, or an image's URL does not contain it. `at`: path of the
+    content; `images`: whether the message may have some."""
     if isinstance(content, str | None) or not any(each.get("type") == "image_url" for each in content):
         return text_of(content, at)
     if not images:
@@ -219,16 +196,9 @@ class OutputItem(Item, kw_only=True):
 def items_of(
     value: str | Sequence[Any], opened: Callable[[str], str | None] = lambda sealed: None
 ) -> list[dict[str, Any]]:
-    """A request's input as items with ids.
-
-    Args:
-      value: a text, or items.
-      opened: the thought in the `encrypted_content` of this service; None for a foreign one.
-
-    Raises:
-      ApiError: there are no items or too many, or one is malformed, of an unsupported type, or has a part
-        that is neither a text nor an image.
-    """
+    """A request's input as items with ids. Raises ApiError if there are no items or too many, or one is
+    malformed, of an unsupported type, or has a part that is neither a text nor an image. `opened` decrypts an
+    `encrypted_content` of this service; None for a foreign one."""
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
     require_some(value, "input")
@@ -237,15 +207,8 @@ def items_of(
 
 def conversation_of(items: Sequence[Mapping[str, Any]], instructions: str = "") -> tuple[dict[str, Any], ...]:
     """Converts items to messages: `instructions` first; the assistant's reasoning, text and calls share a
-    message. A call that was cut is left out: its arguments are not whole.
-
-    Args:
-      items: items from `items_of`, oldest first.
-      instructions: system message; empty for none.
-
-    Raises:
-      ApiError: there are too many messages.
-    """
+    message. A call that was cut is left out: its arguments are not whole. Raises ApiError if there are too
+    many messages."""
     messages: list[dict[str, Any]] = []
     if instructions:
         messages.append({"role": "system", "content": instructions})

@@ -1,6 +1,9 @@
 """Serves Ollama's paths as a thin layer over the same calls. One model is served, and stays loaded."""
 
+import asyncio
+import dataclasses
 import datetime
+import re
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
@@ -8,6 +11,8 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
+from jaxllm.errors import CheckpointError, JaxllmError
+from jaxllm.formats import HUB
 from jaxllm.serving.server.api.answers import (
     SAMPLING,
     AnswerParams,
@@ -18,7 +23,7 @@ from jaxllm.serving.server.api.answers import (
 )
 from jaxllm.serving.server.api.choices import AnswerPart, Choice
 from jaxllm.serving.server.api.dialect import ignore
-from jaxllm.serving.server.api.errors import ApiError, ollama_body
+from jaxllm.serving.server.api.errors import ApiError, api_error, ollama_body
 from jaxllm.serving.server.api.fields import (
     EMBED,
     GENERATE,
@@ -35,7 +40,7 @@ from jaxllm.serving.server.api.grammars import format_grammar
 from jaxllm.serving.server.api.messages import messages_of
 from jaxllm.serving.server.api.openai import LoggedText, chat_logprobs, requested_logprobs
 from jaxllm.serving.server.api.reasoning import Reasoning, Switch
-from jaxllm.serving.server.api.requests import ApiRequest, ApiState
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Streamed, require_operator
 from jaxllm.serving.server.api.resources import embedded
 from jaxllm.serving.server.api.tool_use import ToolUse, openai_choice, tools_of
 from jaxllm.serving.server.calls import CallPrompt, Conversation, ModelFacts
@@ -101,13 +106,8 @@ async def embed(state: ApiState, request: ApiRequest) -> dict[str, Any]:
 
 async def embeddings(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     """Embeds a text, by the older path."""
-    body = state.body(request, EMBED)
-    _, adapter = state.model(body.model)
-    if not body.prompt:
-        return {"embedding": []}
-    (vector,), _ = await embedded(
-        state, request, body.prompt, adapter, truncate=-1 if body.truncate else None
-    )
+    values = {**request.values, "input": request.values.get("prompt") or []}
+    (vector,) = (await embed(state, dataclasses.replace(request, values=values)))["embeddings"] or [[]]
     return {"embedding": vector}
 
 
@@ -152,19 +152,62 @@ async def show(state: ApiState, request: ApiRequest) -> dict[str, Any]:
 
 
 async def pull(state: ApiState, request: ApiRequest) -> Any:
-    """Reports that the served model is there; others are for the operator to serve."""
+    """Downloads a model of the hub for a later start; reports that the served one is there."""
     body = state.body(request, PULL)
-    try:
-        facts, _ = state.model(body.model or body.name)
-    except ApiError as error:
-        message = f"{error}; this service has one model: start `jaxllm serve --model NAME` for another"
-        raise ApiError(message, status=404, code="model_not_found", param="model") from None
-    layer = {"status": f"pulling {facts.digest[:12]}", "digest": f"sha256:{facts.digest}"}
-    steps = [layer | {"total": facts.size_bytes, "completed": facts.size_bytes}, {"status": "success"}]
+    name = re.sub(r"^(https://)?(hf\.co|huggingface\.co)/", HUB, body.model)
+    if name.startswith(HUB):
+        require_operator(request, "models")
+        steps = _downloaded(name)
+    else:
+        try:
+            facts, _ = state.model(name)
+        except ApiError as error:
+            message = f"{error}; this service has one model: pull others of the hub as {HUB}OWNER/NAME"
+            raise ApiError(message, status=404, code="model_not_found", param="model") from None
+        layer = {"status": f"pulling {facts.digest[:12]}", "digest": f"sha256:{facts.digest}"}
+        layer |= {"total": facts.size_bytes, "completed": facts.size_bytes}
+        steps = _present(layer)
     if not body.stream:
-        return steps[-1]
-    lines = b"".join(map(_line, [{"status": "pulling manifest"}, *steps]))
-    return Response(lines, media_type=_LINES)
+        return [step async for step in steps][-1]
+
+    async def lines() -> AsyncGenerator[bytes, None]:
+        try:
+            async for step in steps:
+                yield _line(step)
+        except JaxllmError as error:
+            yield _line(ollama_body(api_error(error)))
+
+    return Streamed(lines(), lambda: None, _LINES, state.write_s)
+
+
+async def _present(layer: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+    for step in ({"status": "pulling manifest"}, layer, {"status": "success"}):
+        yield step
+
+
+async def _downloaded(name: str) -> AsyncGenerator[dict[str, Any], None]:
+    """Downloads a model of the hub; reports its progress. A download whose client leaves goes on."""
+    # Imported here: exported programs know no hub.
+    from jaxllm.serving.sources.hub import find_at_hub
+
+    yield {"status": "pulling manifest"}
+    loop, news = asyncio.get_running_loop(), asyncio.Queue[dict[str, int] | None]()
+
+    def report(_stage: str, done: int, total: int) -> None:
+        loop.call_soon_threadsafe(news.put_nowait, {"completed": done, "total": total})
+
+    work = asyncio.ensure_future(asyncio.to_thread(find_at_hub, name, report))
+    work.add_done_callback(lambda _: news.put_nowait(None))
+    while (progress := await news.get()) is not None:
+        # Of many reports the last.
+        if news.empty():
+            yield {"status": f"pulling {name}", "digest": name, **progress}
+    try:
+        await work
+    except CheckpointError as error:
+        raise ApiError(str(error), code="model_unavailable", param="model") from error
+    yield {"status": f"downloaded; start `jaxllm serve --model {name}` to serve it"}
+    yield {"status": "success"}
 
 
 async def refuse(state: ApiState, request: ApiRequest) -> Any:
@@ -192,12 +235,13 @@ async def _answer(
     use: ToolUse | None = None,
     reasoning: Reasoning | None = None,
 ) -> Any:
-    facts, adapter = state.model(body.model)
+    facts, _ = state.model(body.model)
     options = body.options
     if (options.num_ctx or 0) > facts.window_tokens:
         # Clients send it for any model. The window stays, and a prompt that exceeds it is refused.
         ignore("options.num_ctx")
     fields = SamplingFields(
+        model=body.model,
         **{name: getattr(options, name) for name in SAMPLING},
         **{name: getattr(body, name) for name in Extensions.__struct_fields__},
     )
@@ -207,16 +251,11 @@ async def _answer(
     elif form:
         grammar = format_grammar("json_object" if form == "json" else form, None, "format")
     params = AnswerParams(
-        adapter=adapter,
-        max_tokens=options.num_predict,
-        stop=options.stop,
-        temperature=_TEMPERATURE,
-        use=use or ToolUse(),
-        reasoning=reasoning or Reasoning(),
-        grammar=grammar,
+        max_tokens=options.num_predict, stop=options.stop, temperature=_TEMPERATURE,
+        use=use or ToolUse(), reasoning=reasoning or Reasoning(), grammar=grammar,
         top_logprobs=requested_logprobs(body.top_logprobs, body.logprobs, "logprobs to be true"),
         prefix=tuple(body.context) if isinstance(body, GenerateBody) else (),
-    )
+    )  # fmt: skip
     answer = await answer_of(state, request, fields, (prompt,), params)
     is_chat, logged = isinstance(body, OllamaChatBody), LoggedText(state)
 
@@ -242,7 +281,8 @@ async def _answer(
     async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
         async for choice in news:
             now = await part(choice, whole=False)
-            if choice.new_text or choice.new_reasoning or "logprobs" in now or _has_calls(now):
+            called = "tool_calls" in now.get("message", ())
+            if choice.new_text or choice.new_reasoning or "logprobs" in now or called:
                 yield _line(now)
             if choice.ended is not None:
                 yield _line(_part(body.model, "", "", (), is_chat=is_chat) | await end(choice))
@@ -251,10 +291,6 @@ async def _answer(
         return await answer.streamed(frames, lambda error: _line(ollama_body(error)), media_type=_LINES)
     (choice,) = await answer.whole()
     return await part(choice, whole=True) | await end(choice)
-
-
-def _has_calls(part: dict[str, Any]) -> bool:
-    return "tool_calls" in part.get("message", ())
 
 
 def _loaded(body: OllamaBody, *, is_chat: bool) -> Any:

@@ -22,6 +22,7 @@ from jaxllm.serving.server.api.fields import (
     COMPLETION,
     ChatBody,
     CompletionBody,
+    OpenAIBody,
     ReasoningFields,
     StreamOptions,
 )
@@ -52,11 +53,11 @@ from jaxllm.text.answer_parts import CallArguments, CallBegins
 async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Answers a chat, as a whole or as server-sent events."""
     body = state.body(request, CHAT)
-    facts, adapter = state.model(body.model)
+    facts, adapter = state.model(body.model, adapter=body.adapter)
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise ApiError("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
+    options = body.usage_options
     top_logprobs = requested_logprobs(body.top_logprobs, body.logprobs, "logprobs to be true")
-    options = _stream_options(body)
     use = tools_of(body.tools, openai_choice(body.tool_choice, body.parallel_tool_calls))
     also = body.reasoning or ReasoningFields()
     reasoning = reasoning_in(
@@ -69,16 +70,12 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
     form: dict[str, Any] = {"type": "text"} if body.response_format is None else body.response_format
     schema = form["json_schema"] if isinstance(form.get("json_schema"), dict) else {}
     params = AnswerParams(
-        adapter=adapter,
         n=body.n,
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        stop=body.stop,
-        logit_bias=body.logit_bias,
-        use=use,
-        reasoning=reasoning,
+        stop=body.stop, logit_bias=body.logit_bias, use=use, reasoning=reasoning,
         grammar=format_grammar(form.get("type"), schema.get("schema", form.get("schema")), "response_format"),
         top_logprobs=top_logprobs,
-    )
+    )  # fmt: skip
     messages, continues = messages_of(body.messages), _continues(body)
     if continues is not False and [each["role"] for each in messages[-2:]] == ["assistant", "assistant"]:
         message = "two messages of the assistant are last, and the answer continues one: join them"
@@ -86,12 +83,11 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
     prompt = await state.conversation(
         request.app, messages, use.tools, continue_final=continues, template_options=reasoning.options
     )
-    scores: dict[str, Any] = {}
+    scores: dict[str, Any] = {"prompt_logprobs": None}
     if (top := body.prompt_logprobs) is not None:
         if body.stream:
             raise ApiError("prompt_logprobs cannot be streamed", param="stream")
-        used = state.adapter(body.adapter or adapter)
-        text = TextToScore(tokens=(), top=top, adapter=used, keep=True)
+        text = TextToScore(tokens=(), top=top, adapter=adapter, keep=True)
         (scored,) = await scored_prompts(state, request, (prompt,), text)
         scores = {"prompt_logprobs": scored.prompt_logprobs(top)}
     answer = await answer_of(state, request, body, (prompt,), params)
@@ -101,7 +97,7 @@ async def chat(state: ApiState, request: ApiRequest) -> Response | dict[str, Any
     if body.stream:
         base |= {"object": "chat.completion.chunk"} | ({"usage": None} if options.include_usage else {})
         logged = [LoggedText(state) if body.logprobs else None for _ in answer.choices]
-        return await _streamed(answer, base, _chat_deltas(logged, use), options)
+        return await _streamed(answer, base, _chat_deltas(logged, use), body, options)
     choices = []
     for choice in await answer.whole():
         called = {"tool_calls": [_called(call) for call in choice.calls]} if choice.calls else {}
@@ -127,12 +123,6 @@ async def count_tokens(state: ApiState, request: ApiRequest) -> dict[str, Any]:
     return {"object": "chat.completion.input_tokens", "input_tokens": len(await prompt_ids_of(state, prompt))}
 
 
-def _stream_options(body: ChatBody | CompletionBody) -> StreamOptions:
-    if body.stream_options is not None and not body.stream:
-        raise ApiError("stream_options requires stream to be true", param="stream_options")
-    return body.stream_options or StreamOptions()
-
-
 def _usage(answer: Answer) -> dict[str, Any]:
     prompt, cached, completion = answer.usage()
     return {
@@ -145,7 +135,8 @@ def _usage(answer: Answer) -> dict[str, Any]:
 
 
 def _whole(answer: Answer, base: dict[str, Any], choices: list[dict[str, Any]]) -> dict[str, Any]:
-    return {**base, "choices": choices, "usage": _usage(answer), "jaxllm": answer.facts()}
+    own = {"jaxllm": answer.facts(), "timings": answer.choices[0].timings()}
+    return {**base, "choices": choices, "usage": _usage(answer), **own}
 
 
 # Makes the choices of the chunks that report an answer's news, without their indices.
@@ -153,16 +144,21 @@ _Deltas = Callable[[Choice], AsyncGenerator[dict[str, Any], None]]
 
 
 async def _streamed(
-    answer: Answer, base: dict[str, Any], deltas: _Deltas, options: StreamOptions
+    answer: Answer, base: dict[str, Any], deltas: _Deltas, body: OpenAIBody, options: StreamOptions
 ) -> Streamed:
+    continuous = options.include_usage and options.continuous_usage_stats
+
     async def frames(news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
         async for choice in news:
             async for entry in deltas(choice):
                 more = {"jaxllm": choice.facts()} if entry["finish_reason"] else {}
-                more |= {"usage": _usage(answer)} if options.continuous_usage_stats else {}
+                # Of one token there is no rate yet.
+                if entry["finish_reason"] or (body.timings_per_token and len(choice.tokens) > 1):
+                    more["timings"] = choice.timings()
+                more |= {"usage": _usage(answer)} if continuous else {}
                 yield event_frame({**base, "choices": [{"index": choice.index, **entry}], **more})
         if options.include_usage:
-            yield event_frame({**base, "choices": [], "usage": _usage(answer), "jaxllm": answer.facts()})
+            yield event_frame(_whole(answer, base, []))
 
     return await answer.streamed(
         frames,
@@ -238,22 +234,18 @@ _MAX_TOKENS = 16
 async def completions(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Continues texts, as a whole or as server-sent events."""
     body = state.body(request, COMPLETION)
-    facts, adapter = state.model(body.model)
-    options = _stream_options(body)
+    facts, adapter = state.model(body.model, adapter=body.adapter)
+    options = body.usage_options
     params = AnswerParams(
-        adapter=adapter,
-        n=body.n,
-        max_tokens=_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
-        stop=body.stop,
-        logit_bias=body.logit_bias,
-        top_logprobs=body.logprobs,
-    )
+        n=body.n, max_tokens=_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
+        stop=body.stop, logit_bias=body.logit_bias, top_logprobs=body.logprobs,
+    )  # fmt: skip
     most = state.answers_per_request
     prompts = prompts_of(body.prompt, "prompt", window_tokens=facts.window_tokens, most=most)
     prompts = tuple(filled_in(facts, each, body.suffix) for each in prompts)
     base = {"id": new_id("cmpl-"), "object": "text_completion", "created": now_s()}
     base |= {"model": body.model or facts.name, "system_fingerprint": state.fingerprint}
-    prompts, scored = await _scored(state, request, body, prompts, state.adapter(body.adapter or adapter))
+    prompts, scored = await _scored(state, request, body, prompts, adapter)
     if body.scores_only:
         choices = [
             {"index": index, **_after({"text": "", "logprobs": None, "finish_reason": "length"}, each, body)}
@@ -270,6 +262,7 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
         logprobs = completion_logprobs(tokens) if tokens or (whole and tokens is not None) else None
         reason = choice.finish_reason if choice.ended else None
         found = {"text": text, "logprobs": logprobs, "finish_reason": reason}
+        found |= {} if body.stream else {"prompt_logprobs": None}
         if not scored:
             return found
         prompt = scored[choice.index // body.n]
@@ -286,7 +279,7 @@ async def completions(state: ApiState, request: ApiRequest) -> Response | dict[s
             yield part
 
     if body.stream:
-        return await _streamed(answer, base, deltas, options)
+        return await _streamed(answer, base, deltas, body, options)
     ended = await answer.whole()
     choices = [{"index": each.index, **await entry(each, each.text, whole=True)} for each in ended]
     return _whole(answer, base, choices)
@@ -300,11 +293,7 @@ async def _scored(
     adapter: str,
 ) -> tuple[tuple[CallPrompt, ...], list[ScoredPrompt]]:
     """The prompts, as ids if they were scored, and what the response says about them; nothing if it says
-    nothing.
-
-    Raises:
-      ApiError: fields exclude each other.
-    """
+    nothing. Raises ApiError if fields exclude each other."""
     if body.level is not None and not body.scores_only:
         message = "level is that of scores: send max_tokens 0, too, or an objective (slo) for an answer"
         raise ApiError(message, param="level")

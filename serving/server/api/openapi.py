@@ -17,37 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxllm.serving.server.api import fields, resources, scores
 from jaxllm.serving.server.pages import DOCS, DOCUMENT, PAGE_HEADERS
 from jaxllm.version import __version__
 
-# Route's method and path -> function whose docstring describes it.
-Operations = Mapping[tuple[str, str], Callable[..., Any]]
+# Routes' methods, paths, functions, whose docstrings describe them, and types of bodies; None for any.
+Operations = Iterable[tuple[str, str, Callable[..., Any], type[msgspec.Struct] | None]]
 
-_BODIES: Mapping[str, type[msgspec.Struct]] = {
-    "/v1/chat/completions": fields.ChatBody,
-    "/v1/chat/completions/input_tokens": fields.ChatBody,
-    "/v1/completions": fields.CompletionBody,
-    "/v1/responses": fields.ResponseBody,
-    "/v1/responses/input_tokens": fields.ResponseBody,
-    "/v1/embeddings": fields.EmbeddingBody,
-    "/v1/score": scores.ScoreBody,
-    "/v1/adapters": resources.LoadBody,
-    "/v1/objective": resources.BindBody,
-    "/v1/contexts": resources.CreateBody,
-    "/v1/contexts/{name}/pin": resources.PinBody,
-    "/v1/messages": fields.MessagesBody,
-    "/v1/messages/count_tokens": fields.CountBody,
-    "/api/chat": fields.OllamaChatBody,
-    "/api/generate": fields.GenerateBody,
-    "/api/show": fields.ShowBody,
-    "/api/embed": fields.EmbedBody,
-    "/api/embeddings": fields.EmbedBody,
-    "/api/pull": fields.PullBody,
-    "/tokenize": resources.TokenizeBody,
-    "/detokenize": resources.DetokenizeBody,
-    "/apply-template": resources.TokenizeBody,
-}
 _OPEN = ("/health", "/ready")
 _REFERENCE = "#/components/schemas/{name}"
 _MOST_PATH = 200
@@ -55,11 +30,11 @@ _MOST_PATH = 200
 
 def document(operations: Operations) -> dict[str, Any]:
     """The OpenAPI document (3.1) of routes."""
-    bodies = list(dict.fromkeys(each for path, each in _BODIES.items() if ("POST", path) in operations))
+    bodies = list(dict.fromkeys(kind for *_, kind in operations if kind is not None))
     schemas, components = msgspec.json.schema_components(bodies, ref_template=_REFERENCE)
     of_bodies = dict(zip(bodies, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
-    for (method, path), handler in operations.items():
+    for method, path, handler, kind in operations:
         operation: dict[str, Any] = {
             "operationId": method.lower() + re.sub(r"[^a-z0-9]+", "_", path).rstrip("_"),
             "summary": (handler.__doc__ or "").strip().partition("\n")[0],
@@ -74,7 +49,6 @@ def document(operations: Operations) -> dict[str, Any]:
                 {"name": each, "in": "path", "required": True, "schema": {"type": "string"}} for each in names
             ]
         if method == "POST":
-            kind = _BODIES.get(path)
             schema = {"type": "object"} if kind is None else of_bodies[kind]
             operation["requestBody"] = {
                 "required": kind is not None, "content": {"application/json": {"schema": schema}}
@@ -85,12 +59,9 @@ def document(operations: Operations) -> dict[str, Any]:
     # Keys are required if the service has any.
     security = {"key": {"type": "http", "scheme": "bearer"}}
     return {
-        "openapi": "3.1.0",
-        "info": {"title": "jaxllm", "version": __version__},
-        "paths": paths,
-        "components": {"schemas": components, "securitySchemes": security},
-        "security": [{}, {"key": []}],
-    }
+        "openapi": "3.1.0", "info": {"title": "jaxllm", "version": __version__}, "paths": paths,
+        "components": {"schemas": components, "securitySchemes": security}, "security": [{}, {"key": []}],
+    }  # fmt: skip
 
 
 def page(found: Mapping[str, Any]) -> str:

@@ -44,16 +44,8 @@ class Switch(NamedTuple):
 def reasoning_of(
     answer_format: AnswerFormat, *switches: Switch, template_options: Mapping[str, Any] | None = None
 ) -> Reasoning:
-    """Combines the switches of a request.
-
-    Args:
-      answer_format: format of the model's answers.
-      switches: what its fields say.
-      template_options: the caller's own variables for the template.
-
-    Raises:
-      ApiError: a value is malformed, two contradict each other, or the model does not think and shall.
-    """
+    """Combines the switches of a request. Raises ApiError if a value is malformed, two contradict each other,
+    or the model does not think and shall. `template_options`: the caller's own variables for the template."""
     own = dict(template_options or {})
     named = [
         Switch("wanted", own[name], f"chat_template_kwargs.{name}")

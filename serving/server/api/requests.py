@@ -35,11 +35,8 @@ DEFAULT_MODEL = "default"
 
 
 async def read_raw(request: Request, most: int, within_s: float) -> bytes:
-    """Reads a request's body of at most `most` bytes.
-
-    Raises:
-      ApiError: the body is too large (413), or slower than `within_s` seconds (408).
-    """
+    """Reads a request's body of at most `most` bytes. Raises ApiError if the body is too large (413), or
+    slower than `within_s` seconds (408)."""
     too_long = ApiError(f"the body has more than {most} bytes; send less", status=413)
     length = request.headers.get("content-length", "")
     if length.isdecimal() and (len(length) > 18 or int(length) > most):
@@ -57,12 +54,8 @@ async def read_raw(request: Request, most: int, within_s: float) -> bytes:
 
 
 async def parsed(raw: bytes, depth: int) -> dict[str, Any]:
-    """A body as a JSON object, empty for no body; a large one is parsed in a thread, so that other answers
-    go on meanwhile.
-
-    Raises:
-      ApiError: it is no JSON object, or nests more than `depth` deep.
-    """
+    """A body as a JSON object, empty for no body; a large one is parsed in a thread, so that other answers go
+    on meanwhile. Raises ApiError if it is no JSON object, or nests more than `depth` deep."""
     if not raw:
         return {}
     return await asyncio.to_thread(_object, raw, depth) if len(raw) > _LARGE_BYTES else _object(raw, depth)
@@ -120,6 +113,17 @@ class ApiRequest:
         return f"{self.request_id}.{uuid.uuid4().hex[:12]}"
 
 
+def require_operator(request: ApiRequest, what: str) -> None:
+    """Raises ApiError if the caller may not change what all apps share."""
+    if not request.operator:
+        raise ApiError(
+            f"{what} are of all apps, and for operators to change: send a key made with `jaxllm keys add "
+            "NAME --operator`, or call over the Unix socket as root or as the service's user",
+            status=403,
+            code="not_operator",
+        )
+
+
 class ApiState:
     """State of the handlers, limits and defaults.
 
@@ -163,11 +167,8 @@ class ApiState:
 
     def body(self, request: ApiRequest, dialect: Dialect[Body] | type[Body]) -> Body:
         """The body of a request as a struct; a struct alone is of this service's own paths, whose fields are
-        strict.
-
-        Raises:
-          ApiError: a field is missing, refused or of a wrong type, or unknown though fields are strict.
-        """
+        strict. Raises ApiError if a field is missing, refused or of a wrong type, or unknown though fields
+        are strict."""
         if not isinstance(dialect, Dialect):
             return Dialect(name="own", body=dialect).read(request.values, strict=True)
         strict = request.values.get("strict_fields")
@@ -182,12 +183,8 @@ class ApiState:
         continue_final: bool | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> Conversation:
-        """Messages from `messages_of`, with their images encoded; the others: see `Conversation`.
-
-        Raises:
-          ApiError: there are too many images.
-          JaxllmError: see `Backend.encode_images`.
-        """
+        """Messages from `messages_of`, with their images encoded; the others: see `Conversation`. Raises
+        ApiError if there are too many images, and JaxllmError (see `Backend.encode_images`)."""
         plain, files = split_images(messages)
         if len(files) > IMAGES:
             message = f"the messages have {len(files)} images; at most {IMAGES} are allowed, send fewer"
@@ -210,22 +207,24 @@ class ApiState:
                 return max(self.body_bytes, self.image_body_bytes)
         return self.body_bytes
 
-    def model(self, name: str | None) -> tuple[ModelFacts, str]:
-        """Resolves a request's field `model`, NAME, NAME:latest or NAME:ADAPTER, to the model and adapter.
-
-        Args:
-          name: value of the field; None or `DEFAULT_MODEL` for the served model.
+    def model(self, name: str | None, *, adapter: str | None = None) -> tuple[ModelFacts, str]:
+        """Resolves a request's fields `model`, NAME, NAME:latest or NAME:ADAPTER, and `adapter` to the model
+        and adapter. None or `DEFAULT_MODEL` is the served model.
 
         Raises:
-          ApiError: another model is served, or the adapter is unknown.
+          ApiError: another model is served, or the adapter is unknown, or the fields name two.
           Refused: the model is loading.
         """
         facts = self.backend.facts()
         for served in (facts.name, DEFAULT_MODEL):
             if name in (None, served, f"{served}:latest"):
-                return facts, ""
+                return facts, self.adapter(adapter or "")
             if name is not None and name.startswith(f"{served}:"):
-                return facts, self.adapter(name[len(served) + 1 :])
+                own = self.adapter(name[len(served) + 1 :])
+                if adapter not in (None, "", own):
+                    message = f"model names the adapter {own!r}, adapter {adapter!r:.80}"
+                    raise ApiError(message, param="adapter")
+                return facts, own
         message = f"the model {name!r:.80} is not served; {facts.name!r} is"
         raise ApiError(message, status=404, code="model_not_found", param="model")
 
@@ -270,10 +269,7 @@ def json_response(data: Any, status: int = 200) -> Response:
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
     """The result of `work`, which is cancelled if the client disconnects first; the body must have been read.
-
-    Raises:
-      ClientLeft: the client disconnected.
-    """
+    Raises ClientLeft if the client disconnected."""
 
     async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -14,28 +14,35 @@ from jaxllm.serving.elastic.objectives import Binding
 from jaxllm.serving.server.api.answers import objective_of, prompt_ids_of, sampling_of, truncated
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.fields import EMBEDDING, SamplingFields
+from jaxllm.serving.server.api.logprobs import text_of
 from jaxllm.serving.server.api.messages import messages_of
 from jaxllm.serving.server.api.openai import chat, completions, prompts_of
-from jaxllm.serving.server.api.requests import ApiRequest, ApiState, json_response
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState, json_response, require_operator
 from jaxllm.serving.server.api.tool_use import tools_of
 from jaxllm.serving.server.calls import AdapterFacts, ContextFacts, Conversation, ModelFacts
 from jaxllm.serving.server.limits import written
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """A text or a conversation."""
+    """A text, by llama.cpp's names or vLLM's (`prompt`, `add_special_tokens`), or a conversation."""
 
     content: str | None = None
+    prompt: str | None = None
     messages: list[Any] | None = None
     tools: list[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    model: str | None = None
     add_special: bool = False
+    add_special_tokens: bool = True
+    with_pieces: bool = False
+    return_token_strs: bool = False
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True):
-    """Token ids."""
+    """Token ids; with a `model` as vLLM's."""
 
     tokens: list[int]
+    model: str | None = None
 
 
 async def models(state: ApiState, request: ApiRequest) -> Any:
@@ -83,25 +90,36 @@ async def ready(state: ApiState, request: ApiRequest) -> Any:
 async def tokenize(state: ApiState, request: ApiRequest) -> Any:
     """The token ids of a text or a conversation."""
     body = state.body(request, TokenizeBody)
-    if (body.content is None) == (body.messages is None):
-        raise ApiError("send either content or messages")
-    prompt = await _conversation(state, request, body) if body.content is None else body.content
-    return {"tokens": await state.backend.tokenize(prompt, special=body.add_special)}
+    facts, _ = state.model(body.model)
+    if sum(each is not None for each in (body.content, body.prompt, body.messages)) != 1:
+        raise ApiError("send one of content, prompt and messages")
+    text, special = body.content, body.add_special
+    if body.prompt is not None:
+        text, special = body.prompt, body.add_special_tokens
+    prompt = await _conversation(state, request, body) if text is None else text
+    ids = await state.backend.tokenize(prompt, special=special)
+    wanted = ids if body.with_pieces or body.return_token_strs else ()
+    pieces = [text_of(each) for each in await state.backend.token_bytes(wanted)]
+    named = [{"id": token, "piece": piece} for token, piece in zip(ids, pieces, strict=False)]
+    return {
+        "tokens": named if body.with_pieces else ids, "count": len(ids),
+        "max_model_len": facts.window_tokens, "token_strs": pieces if body.return_token_strs else None,
+    }  # fmt: skip
 
 
 async def detokenize(state: ApiState, request: ApiRequest) -> Any:
     """The text of token ids."""
     body = state.body(request, DetokenizeBody)
-    vocab = state.backend.facts().vocab_size
+    vocab = state.model(body.model)[0].vocab_size
     if min(body.tokens, default=0) < 0 or max(body.tokens, default=0) >= vocab:
         raise ApiError(f"token ids of this model are 0 to {vocab - 1}", param="tokens")
-    return {"content": await state.backend.detokenize(body.tokens)}
+    return {"content" if body.model is None else "prompt": await state.backend.detokenize(body.tokens)}
 
 
 async def apply_template(state: ApiState, request: ApiRequest) -> Any:
     """The text of a conversation by the chat template."""
     body = state.body(request, TokenizeBody)
-    if body.messages is None or body.content is not None:
+    if body.messages is None:
         raise ApiError("send messages", param="messages")
     return {"prompt": await state.backend.render(await _conversation(state, request, body))}
 
@@ -130,18 +148,9 @@ async def embedded(
     *,
     truncate: int | None = None,
 ) -> tuple[Sequence[Sequence[float]], int]:
-    """Embeddings of texts or token ids, and the number of their tokens.
-
-    Args:
-      state: state of the front.
-      request: the request.
-      inputs: see `prompts_of`.
-      adapter: the adapter that the model's name gives; raises ApiError for one.
-      truncate: see `truncate_prompt_tokens`; None to refuse longer inputs.
-
-    Raises:
-      ApiError: there are too many inputs, or one has no token, or one outside of the vocabulary.
-    """
+    """Embeddings of texts or token ids, and the number of their tokens. Raises ApiError if there are too many
+    inputs, or one has no token, or one outside of the vocabulary. `adapter`: the one that the model's name
+    gives, which is refused; `truncate`: see `truncate_prompt_tokens`, None to refuse longer inputs."""
     if adapter:
         raise ApiError("embeddings are of the model without adapters", param="model")
     facts, ids = state.backend.facts(), list[Sequence[int]]()
@@ -190,7 +199,7 @@ async def list_adapters(state: ApiState, request: ApiRequest) -> Any:
 
 async def load_adapter(state: ApiState, request: ApiRequest) -> Any:
     """Loads an adapter."""
-    _require_operator(request)
+    require_operator(request, "adapters")
     body = state.body(request, LoadBody)
     try:
         facts = await state.backend.load_adapter(request.app, body.name, body.folder or body.name)
@@ -201,19 +210,9 @@ async def load_adapter(state: ApiState, request: ApiRequest) -> Any:
 
 async def unload_adapter(state: ApiState, request: ApiRequest) -> Any:
     """Unloads an adapter that no call uses."""
-    _require_operator(request)
+    require_operator(request, "adapters")
     await state.backend.unload_adapter(request.app, request.path["name"])
     return {"id": request.path["name"], "object": "adapter", "deleted": True}
-
-
-def _require_operator(request: ApiRequest) -> None:
-    if not request.operator:
-        raise ApiError(
-            "adapters are of all apps, and for operators to change: send a key made with `jaxllm keys add "
-            "NAME --operator`, or call over the Unix socket as root or as the service's user",
-            status=403,
-            code="not_operator",
-        )
 
 
 def _listed(facts: AdapterFacts | ContextFacts, kind: str) -> dict[str, Any]:

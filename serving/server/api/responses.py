@@ -31,13 +31,7 @@ from jaxllm.serving.server.api.grammars import format_grammar
 from jaxllm.serving.server.api.logprobs import LoggedText, chat_logprobs, requested_logprobs
 from jaxllm.serving.server.api.messages import conversation_of, items_of, output_text, require_calls
 from jaxllm.serving.server.api.reasoning import Switch
-from jaxllm.serving.server.api.requests import (
-    ApiRequest,
-    ApiState,
-    event_frame,
-    new_id,
-    now_s,
-)
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState, event_frame, new_id, now_s
 from jaxllm.serving.server.api.stored_responses import StoredResponse
 from jaxllm.serving.server.api.tool_use import (
     ToolFunction,
@@ -78,11 +72,8 @@ def _function(value: Any, at: str, namespace: str = "") -> dict[str, Any]:
 
 
 def use_of(body: ResponseBody) -> tuple[ToolUse, Grammar | None]:
-    """The effect of tools and the text's format on the call: tools, and the grammar of the text.
-
-    Raises:
-      ApiError: a field is malformed or not supported, or fields exclude each other.
-    """
+    """The effect of tools and the text's format on the call: tools, and the grammar of the text. Raises
+    ApiError if a field is malformed or not supported, or fields exclude each other."""
     if body.previous_response_id is not None and body.conversation is not None:
         raise ApiError(
             "previous_response_id and conversation exclude each other; send one",
@@ -128,19 +119,15 @@ def settings_of(body: ResponseBody, model: str, sampling: Mapping[str, Any]) -> 
     form = body.text.format or TextFormat()
     schema = {name: getattr(form, name) for name in ("name", "schema", "strict", "description")}
     settings = {name: getattr(body, name) for name in _SETTINGS} | {
-        "model": model,
-        "background": body.background,
-        "metadata": body.metadata or {},
+        "model": model, "background": body.background, "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "reasoning": {name: getattr(body.reasoning, name) for name in ("effort", "summary")},
         "temperature": sampling["temperature"],
         "text": {"format": {"type": form.type} | (schema if form.type == "json_schema" else {})},
-        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": body.tools or [],
-        "top_logprobs": body.top_logprobs or 0,
-        "top_p": sampling.get("top_p", 1.0),
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice, "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0, "top_p": sampling.get("top_p", 1.0),
         "truncation": body.truncation,
-    }
+    }  # fmt: skip
     return settings | ({} if body.service_tier is None else {"service_tier": body.service_tier})
 
 
@@ -154,7 +141,7 @@ _MAX_LISTED, _LISTED = 100, 20
 async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]:
     """Makes a response, as a whole or as server-sent events."""
     body = state.body(request, RESPONSE)
-    facts, adapter = state.model(body.model)
+    facts, _ = state.model(body.model)
     use, grammar = use_of(body)
     reasoning = reasoning_in(
         state, body,
@@ -163,7 +150,7 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
     )  # fmt: skip
     items, messages, context, context_tokens = await _history(state, request, body)
     if body.background and (body.stream or not body.store):
-        message = "a response in the background is stored, and polled: leave stream out, and store too"
+        message = "background can only be used when `store` is true, and stream is not: it is polled"
         raise ApiError(message, param="background")
     prompt = await state.conversation(request.app, messages, use.tools, template_options=reasoning.options)
     if body.truncation == "auto":
@@ -171,7 +158,6 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
             raise ApiError("a context is not truncated; leave truncation out", param="truncation")
         prompt = await _fitting(state, prompt, body.max_output_tokens)
     params = AnswerParams(
-        adapter=adapter,
         max_tokens=body.max_output_tokens,
         use=use,
         reasoning=reasoning,
@@ -185,13 +171,8 @@ async def create(state: ApiState, request: ApiRequest) -> Response | dict[str, A
     answer = await answer_of(state, request, body, (prompt,), params)
     writer = ResponseWriter(state, answer, body, items, body.model or facts.name)
     if body.background:
-        return state.background.start(request.app, answer, writer)
-    if body.stream:
-        return await answer.streamed(writer.frames, writer.failed)
-    async with contextlib.aclosing(answer.news()) as news:
-        async for choice in news:
-            await writer.take(choice)
-    return await writer.ended()
+        return state.background.start(request.app, writer)
+    return await (answer.streamed(writer.frames, writer.failed) if body.stream else writer.whole())
 
 
 async def count_tokens(state: ApiState, request: ApiRequest) -> dict[str, Any]:
@@ -212,8 +193,7 @@ async def get(state: ApiState, request: ApiRequest) -> Response | dict[str, Any]
     running = state.background.response(request.app, request.path["name"])
     if running is not None:
         return running
-    stored = await _stored(state, request)
-    return Response(bytes(stored.response), media_type="application/json")
+    return Response(bytes((await _stored(state, request)).response), media_type="application/json")
 
 
 async def delete(state: ApiState, request: ApiRequest) -> dict[str, Any]:
@@ -228,7 +208,7 @@ async def cancel(state: ApiState, request: ApiRequest) -> Response:
     await state.background.cancel(request.app, request.path["name"])
     stored = await _stored(state, request)
     if not msgspec.json.decode(stored.response)["background"]:
-        raise ApiError("only responses made in the background can be cancelled")
+        raise ApiError("Cannot cancel a synchronous response: only those made in the background")
     return Response(bytes(stored.response), media_type="application/json")
 
 
@@ -279,12 +259,9 @@ async def input_items(state: ApiState, request: ApiRequest) -> dict[str, Any]:
         first = places[query["after"]] + 1
     page = items[first : first + int(limit)]
     return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else "",
-        "last_id": page[-1]["id"] if page else "",
-        "has_more": first + len(page) < len(items),
-    }
+        "object": "list", "data": page, "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "", "has_more": first + len(page) < len(items),
+    }  # fmt: skip
 
 
 async def _stored(state: ApiState, request: ApiRequest) -> StoredResponse:
@@ -301,20 +278,37 @@ class ResponseWriter:
         self._state, self._answer, self._body, self._items, self._model = state, answer, body, items, model
         self.id, self._created_s, self._numbers = new_id("resp_"), now_s(), itertools.count()
         self._sampling, self._logged = sampling_of(state, body), LoggedText(state)
+        # Of reasoning: type of its part, and beginnings of its events.
+        self._kind, self._word, self._place = (
+            ("summary_text", "reasoning_summary_text", "reasoning_summary")
+            if body.reasoning.summarized
+            else ("reasoning_text", "reasoning_text", "content")
+        )
         # Complete items, and the current one with the pieces of its text: a message, reasoning or a call.
         self._output: list[dict[str, Any]] = []
         self._item: dict[str, Any] = {}
         self._texts: list[str] = []
         self._logprobs: list[dict[str, Any]] = []
 
+    async def whole(self) -> dict[str, Any]:
+        """Waits for the end of the answer; returns the response."""
+        async with contextlib.aclosing(self._answer.news()) as news:
+            async for choice in news:
+                await self._take(choice)
+        return await self._ended()
+
+    def so_far(self) -> dict[str, Any]:
+        """The response while it is generated."""
+        return self.response("in_progress" if self._answer.choices[0].started is not None else "queued")
+
     async def frames(self, news: AsyncIterator[Choice]) -> AsyncGenerator[bytes, None]:
         """The events of an answer."""
         for kind in ("response.created", "response.in_progress"):
             yield self._event(kind, response=self.response("in_progress"))
         async for choice in news:
-            for kind, fields in await self.take(choice):
+            for kind, fields in await self._take(choice):
                 yield self._event(f"response.{kind}", **fields)
-        response = await self.ended()
+        response = await self._ended()
         yield self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
@@ -328,7 +322,7 @@ class ResponseWriter:
         failed = {"error": {"code": "server_error", "message": str(error)}}
         return self.response("failed") | failed
 
-    async def take(self, choice: Choice) -> list[_Fields]:
+    async def _take(self, choice: Choice) -> list[_Fields]:
         """Adds the news of the answer; returns their events."""
         events: list[_Fields] = []
         logprobs = chat_logprobs(await self._logged.take(choice)) if _with_logprobs(self._body) else []
@@ -421,19 +415,6 @@ class ResponseWriter:
         self._output.append(item)
         self._item, self._texts, self._logprobs = {}, [], []
 
-    @property
-    def _kind(self) -> str:
-        """Type of the part of reasoning."""
-        return "summary_text" if self._body.reasoning.summarized else "reasoning_text"
-
-    @property
-    def _word(self) -> str:
-        return "reasoning_summary_text" if self._body.reasoning.summarized else "reasoning_text"
-
-    @property
-    def _place(self) -> str:
-        return "reasoning_summary" if self._body.reasoning.summarized else "content"
-
     def _text_delta(self, text: str) -> _Fields:
         return self._at("output_text.delta", delta=text, logprobs=[])
 
@@ -449,8 +430,7 @@ class ResponseWriter:
     def _event(self, kind: str, **fields: Any) -> bytes:
         return event_frame({"type": kind, "sequence_number": next(self._numbers), **fields}, kind)
 
-    async def ended(self) -> dict[str, Any]:
-        """The complete response, stored if requested."""
+    async def _ended(self) -> dict[str, Any]:
         (choice,) = self._answer.choices
         return await self.stored(self.response(_status(choice.finish_reason)))
 
@@ -484,19 +464,13 @@ class ResponseWriter:
             "total_tokens": prompt + written,
         }
         return {
-            "id": self.id,
-            "object": "response",
-            "created_at": self._created_s,
-            "completed_at": now_s() if status == "completed" else None,
-            "status": status,
-            "error": None,
+            "id": self.id, "object": "response", "created_at": self._created_s,
+            "completed_at": now_s() if status == "completed" else None, "status": status, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             **settings_of(self._body, self._model, self._sampling),
-            "conversation": {"id": context} if context else None,
-            "output": list(self._output),
-            "usage": usage if choice.ended else None,
-            "jaxllm": self._answer.facts(),
-        }
+            "conversation": {"id": context} if context else None, "output": list(self._output),
+            "usage": usage if choice.ended else None, "jaxllm": self._answer.facts(),
+        }  # fmt: skip
 
 
 async def _history(

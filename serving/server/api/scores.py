@@ -50,12 +50,13 @@ class ScoredPrompt:
             likely = zip(each.token.top, each.top, range(1, top + 1), strict=False)
             entries = [own, *((id_, data, value, rank) for (id_, value), data, rank in likely)]
             # Its own entry comes first, as vLLM's.
-            found.append({str(id_): _vllm(data, value, rank) for id_, data, value, rank in entries})
+            found.append({
+                str(id_): {
+                    "logprob": finite(value), "rank": rank, "decoded_token": data.decode(errors="replace")
+                }
+                for id_, data, value, rank in entries
+            })  # fmt: skip
         return found
-
-
-def _vllm(data: bytes, logprob: float, rank: int) -> dict[str, Any]:
-    return {"logprob": finite(logprob), "rank": rank, "decoded_token": data.decode(errors="replace")}
 
 
 def _first(each: LoggedToken, top: int) -> LoggedToken:
@@ -137,7 +138,7 @@ class ScoreBody(msgspec.Struct, kw_only=True):
 async def score(state: ApiState, request: ApiRequest) -> Any:
     """The log-probabilities of a text's continuations, or of the text after its first token."""
     body = state.body(request, ScoreBody)
-    facts, adapter = state.model(body.model)
+    facts, adapter = state.model(body.model, adapter=body.adapter)
     prompt, ends = body.prompt, body.continuations
     most = state.embeddings_per_request
     if ends is not None and not 1 <= len(ends) <= most:
@@ -145,10 +146,7 @@ async def score(state: ApiState, request: ApiRequest) -> Any:
     if ends is not None and any(type(each) is not type(prompt) or not each for each in ends):
         message = "continuations have the type of the prompt, texts or token ids, and none is empty"
         raise ApiError(message, param="continuations")
-    text = TextToScore(
-        tokens=(), top=max(1, body.top_logprobs), level=body.level,
-        adapter=state.adapter(body.adapter or adapter),
-    )  # fmt: skip
+    text = TextToScore(tokens=(), top=max(1, body.top_logprobs), level=body.level, adapter=adapter)
     if not isinstance(prompt, str):
         lists = tuple(tuple(each) for each in ends or () if isinstance(each, list))
         text = dataclasses.replace(text, tokens=tuple(prompt), ends=lists)

@@ -21,11 +21,8 @@ class Seals:
     """Signs thoughts and encrypts them, for one app each."""
 
     def __init__(self, file: Path | None = None) -> None:
-        """Reads the key from a file, or makes one; without a file the key is the process's.
-
-        Raises:
-          OSError: the file cannot be read or written.
-        """
+        """Reads the key from a file, or makes one; without a file the key is the process's. Raises OSError if
+        the file cannot be read or written."""
         self._key = secrets.token_bytes(_KEY_BYTES) if file is None else _kept_key(file)
 
     def signature(self, app: str, thought: str) -> str:

@@ -81,17 +81,9 @@ class ResponseStore:
     def __init__(
         self, most: int, most_bytes: int, folder: Path | None = None, vault: Vault | None = None
     ) -> None:
-        """Opens the store.
-
-        Args:
-          most: maximum number of responses of an app.
-          most_bytes: size limit of all responses of an app.
-          folder: folder of a store of contexts; None to store them in memory.
-          vault: keys of apps; None for no encryption.
-
-        Raises:
-          ConfigError: the file cannot be made or read, is damaged, of another version, or another program's.
-        """
+        """Opens the store. Raises ConfigError if the file cannot be made or read, is damaged, of another
+        version, or another program's. Each app may have `most` responses of `most_bytes`. Without a `folder`,
+        that of a store of contexts, they are in memory; without a `vault` they are not encrypted."""
         self._most, self._most_bytes, self._vault = most, most_bytes, vault
         self._durable = folder is not None
         self._path = Path(RESPONSES) if folder is None else folder / RESPONSES
@@ -117,13 +109,11 @@ class ResponseStore:
         self.close()
 
     def keep(self, app: str, stored: StoredResponse) -> bool:
-        """Stores a response of an app, and drops the app's oldest ones if necessary.
+        """Stores a response of an app, and drops the app's oldest ones if necessary. Raises JaxllmError or
+        OSError if it cannot be written.
 
         Returns:
           False if it is too large for the limit; then nothing has changed.
-
-        Raises:
-          JaxllmError, OSError: it cannot be written.
         """
         size = len(stored.response) + len(stored.items)
         if size > self._most_bytes:
@@ -134,12 +124,9 @@ class ResponseStore:
         return True
 
     def get(self, app: str, name: str, *, param: str = "") -> StoredResponse:
-        """A response of an app; `param` is the request's field with its id.
-
-        Raises:
-          ApiError: the app has no response with this id, even if another app has.
-          CheckpointError: it is damaged, or cannot be read now.
-        """
+        """A response of an app; `param` is the request's field with its id. Raises ApiError if the app has no
+        response with this id, even if another app has, and CheckpointError if it is damaged, or cannot be
+        read now."""
         for *row, checksum in self._run(f"{_SELECT} WHERE app = ? AND id = ?", app, name):
             if _checksum(*row) != checksum:
                 raise CheckpointError(f"{self._path}: the response {name} is damaged")

@@ -68,10 +68,7 @@ class ToolUse:
 
 def openai_choice(value: Any, parallel: bool | None) -> ToolChoice:
     """`tool_choice` of chats and responses: none, auto, required, a function by its name, or allowed tools.
-
-    Raises:
-      ApiError: it is none of them.
-    """
+    Raises ApiError if it is none of them."""
     several = parallel is not False
     if value is None or value in ("none", "auto", "required"):
         return ToolChoice(mode=value or "auto", several=several)
@@ -99,11 +96,8 @@ def openai_choice(value: Any, parallel: bool | None) -> ToolChoice:
 
 
 def require_function(value: Any, at: str) -> None:
-    """Refuses, by its type, a tool that is no function of the caller's.
-
-    Raises:
-      ApiError: it has another type.
-    """
+    """Refuses, by its type, a tool that is no function of the caller's. Raises ApiError if it has another
+    type."""
     kind = value.get("type") if isinstance(value, Mapping) else "function"
     if kind != "function":
         message = (
@@ -117,10 +111,8 @@ def tools_of(values: Sequence[Any] | None, choice: ToolChoice | None = None) -> 
     """The effect of tools in OpenAI's chat format.
 
     Allowed tools that need not be called are the only ones that the template gets, so that the model does not
-    call others; if one must be called, a grammar sees to it, and the prompt stays that of all tools.
-
-    Raises:
-      ApiError: a tool is malformed or no function, or the choice requires or names one that is not given.
+    call others; if one must be called, a grammar sees to it, and the prompt stays that of all tools. Raises
+    ApiError if a tool is malformed or no function, or the choice requires or names one that is not given.
     """
     choice = choice or ToolChoice()
     if not values:
@@ -140,13 +132,10 @@ def tools_of(values: Sequence[Any] | None, choice: ToolChoice | None = None) -> 
         raise ApiError(f"tool_choice names {missing[0]!r:.80}, which is none of tools", param="tool_choice")
     called, required = tuple(by_name[name] for name in names), choice.mode == "required"
     return ToolUse(
-        tools=tuple(by_name.values()) if required else called,
-        called=called,
-        strict=tuple(tool["function"]["name"] for tool, strict in given if strict),
-        required=required,
-        named=choice.named,
-        several=choice.several,
-    )
+        tools=tuple(by_name.values()) if required else called, called=called,
+        strict=tuple(tool["function"]["name"] for tool, strict in given if strict), required=required,
+        named=choice.named, several=choice.several,
+    )  # fmt: skip
 
 
 def _named(value: Mapping[str, Any]) -> str:

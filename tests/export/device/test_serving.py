@@ -95,7 +95,7 @@ async def test_turns_in_a_context(engine, backend):
 
 @in_loop
 async def test_the_wire_formats_of_the_live_service_and_what_programs_do_not_have(backend):
-    with pytest.raises(ConfigError, match="embed no texts"):
+    with pytest.raises(ConfigError, match="neither embed nor score"):
         await backend.embed("app", [[1]])
     with pytest.raises(AdapterGone):
         backend.submit(call(adapter="brief"))

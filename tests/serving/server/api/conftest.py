@@ -32,7 +32,7 @@ class FakeTicket:
         self._backend, self.call = backend, call
         self.cancelled = asyncio.Event()
         self.answers_s: list[float] = []
-        self.progress = backend.progress
+        self.progress, self.arrived_s = backend.progress, -1.0
 
     def cancel(self) -> None:
         self.cancelled.set()

@@ -17,7 +17,9 @@ BLOCK = re.compile(r"(?<=<!-- fields -->\n).*?(?=<!-- end of fields -->)", re.DO
 def table() -> str:
     """The table in Markdown; what all formats of answers share stands in its first row."""
     answers = [each for each in DIALECTS if "embeddings" not in each.name]
-    common = set.intersection(*(set(each.names) for each in answers))
+    # What one format does may be a hint to another.
+    kinds = ({(name, name in {*fields_of(each.body)}) for name in each.names} for each in answers)
+    common = {name for name, _ in set.intersection(*kinds)}
     lines = ["| format | done | synonyms | hints | refused, but for |", "|---|---|---|---|---|"]
 
     def add(name: str, each: Dialect[Any], wanted: Callable[[str], bool]) -> None:

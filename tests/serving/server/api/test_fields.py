@@ -112,22 +112,25 @@ def test_fields_within_messages_and_tools_are_hints(served: Served) -> None:
 
 
 def test_what_other_servers_fields_do(served: Served) -> None:
-    config = {
-        "max_tokens": 3,
-        "min_tokens": 3,
-        "stop_token_ids": [5],
-        "logit_bias": [[7, False], ["AB", 1.5]],
-    }
+    biases = [[7, False], ["AB", 1.5]]
+    config = {"max_tokens": 3, "min_tokens": 2, "stop_token_ids": [5], "logit_bias": biases}
     body = {"prompt": "Hi there", "truncate_prompt_tokens": 3, "stop": ["", "x"], **config}
     assert served.post("/v1/completions", body).status_code == 200
     call = served.backend.calls[-1]
     assert call.prompt == tuple(b"ere")
     found = call.config
-    assert (found.stop, found.stop_token_ids, found.ignore_eos, found.max_tokens) == (("x",), (5,), True, 3)
+    assert (found.stop, found.stop_token_ids, found.min_tokens, found.max_tokens) == (("x",), (5,), 2, 3)
     assert found.sampling.logit_bias == ((7, float("-inf")), (65, 1.5), (66, 1.5))
     options = {"include_usage": True, "continuous_usage_stats": True}
     stream = served.post("/v1/completions", {"prompt": "a", "stream": True, "stream_options": options}).text
     assert [f'"completion_tokens":{n}' in stream for n in (1, 2)] == [True, True]
+    wrong = dict.fromkeys(("x", "1.0", "-1", "", " 1", "1e3", "\u0661", "9" * 11, *"abcd"), 1)
+    message = served.post("/v1/completions", {"prompt": "a", "logit_bias": wrong}).json()["error"]["message"]
+    assert all(repr(key) in message for key in [*wrong][:8])
+    assert message.endswith(", ...")
+    timed = {"prompt": "a", "stream": True, "timings_per_token": True}
+    stream = served.post("/v1/completions", timed).text
+    assert [stream.count(text) for text in ('"predicted_n":2', '"cache_n":3,"prompt_n":4')] == [2, 2]
     outputs = {"json": {"type": "object"}, "whitespace_pattern": "x"}
     for grammar, kind, text in (
         ({"guided_choice": ["a", 'b"']}, "lark", 'start: "a" | "b\\""'),

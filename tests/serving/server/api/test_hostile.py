@@ -15,7 +15,7 @@ from tests.serving.server.api.scripted import TEMPLATE
 STATUSES = {200, 201, 400, 401, 404, 405, 408, 409, 413, 422, 429, 503, 507}
 # Stands for a response that is there.
 STORED = "resp_stored"
-PATHS = [path.replace("{name}", STORED if "responses" in path else "c0") for _, path, _ in front._ROUTES]
+PATHS = [path.replace("{name}", STORED if "responses" in path else "c0") for _, path, *_ in front._ROUTES]
 PATHS += ["/", "/v1/%ff", "/v1/contexts/%00"]
 OWN = {"content", "tokens", "level", "pinned", "name", "folder", "unknown"}
 FIELDS = sorted(OWN.union(*({name.partition(".")[0] for name in each.names} for each in DIALECTS)))

@@ -2,6 +2,7 @@
 edits of contexts, models, and errors' words."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import httpx2
 import openai
 import pytest
 
-from jaxllm.errors import ContextOverflow
+from jaxllm.errors import CheckpointError, ContextOverflow
+from jaxllm.serving.sources import hub
 from tests.serving.server.api.conftest import FakeBackend, Served
 from tests.serving.server.api.scripted import TEMPLATE
 from tests.serving.server.services import until
@@ -185,3 +187,29 @@ def test_words_and_shapes_that_clients_look_for(served: Served) -> None:
         (MESSAGES, {"messages": HI, "max_tokens": 5}, "prompt is too long: at most 128 tokens fit. the"),
     ):  # fmt: skip
         assert served.post(path, body).json()["error"]["message"].startswith(words)
+
+
+def test_models_of_the_hub_are_pulled_for_a_later_start(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(name: str, progress: Callable[[str, int, int], None]) -> Path:
+        if name != "hf:owner/name":
+            raise CheckpointError(f"{name}: there is no such model")
+        progress("download", 3, 7)
+        progress("download", 7, 7)
+        return Path(name)
+
+    monkeypatch.setattr(hub, "find_at_hub", found)
+    lines = served.post("/api/pull", {"model": "hf.co/owner/name"}).text.splitlines()
+    first, *parts, hint, last = [json.loads(line) for line in lines]
+    assert (first["status"], last) == ("pulling manifest", {"status": "success"})
+    assert (parts[-1]["completed"], parts[-1]["total"]) == (7, 7)
+    assert "jaxllm serve --model hf:owner/name" in hint["status"]
+    whole = {"name": "hf:owner/name", "stream": False}
+    assert served.post("/api/pull", whole).json() == {"status": "success"}
+    missing = {"model": "https://huggingface.co/owner/gone"}
+    assert "no such model" in json.loads(served.post("/api/pull", missing).text.splitlines()[-1])["error"]
+    refused = served.post("/api/pull", missing | {"stream": False})
+    assert (refused.status_code, "hf:owner/gone: there is" in refused.json()["error"]) == (400, True)
+    both = {"prompt": "a", "model": "tiny:mail", "adapter": "other"}
+    assert served.post("/v1/score", both).json()["error"]["param"] == "adapter"

@@ -72,7 +72,7 @@ WRONG = [
     ({"logit_bias": [["a", True]]}, "logit_bias"),
     ({"tool_choice": "required"}, "tool_choice"), ({"slo": {"ttft_ms": 1}}, "slo"), ({"grammar": {}}, "grammar"),  # noqa: E501
     ({"service_tier": "scale"}, "service_tier"), ({"messages": []}, "messages"),
-    ({"messages": [0] * 8193}, "messages"), ({"seed": -2}, None), ({"min_tokens": 3}, "min_tokens"),
+    ({"messages": [0] * 8193}, "messages"), ({"seed": -2}, None), ({"min_tokens": 129}, "min_tokens"),
     ({"structured_outputs": {"choice": []}}, "grammar"),
     ({"grammar": "root ::= " + "(" * 9000}, "grammar"), ({"grammar": "root ::= x" * 2000}, "grammar"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
@@ -137,7 +137,7 @@ def test_an_unknown_path_names_the_right_one(served: Served, path: str, hint: st
 def test_the_document_has_every_route_with_its_fields(served: Served) -> None:
     found = served.http.get("/openapi.json").json()
     assert {(method.upper(), path) for path, each in found["paths"].items() for method in each} == {
-        (method, path) for method, path, _ in _ROUTES
+        (method, path) for method, path, *_ in _ROUTES
     }
     ids = [each["operationId"] for methods in found["paths"].values() for each in methods.values()]
     assert len({*ids}) == len(ids)
@@ -191,8 +191,15 @@ def test_health_texts_and_tokens_are_the_backends(served: Served) -> None:
     assert [served.http.get(path).status_code for path in ("/health", "/ready")] == [200, 503]
     served.backend.alive = False
     assert served.http.get("/health").status_code == 503
-    assert served.post("/tokenize", {"content": "AB"}).json() == {"tokens": [65, 66]}
-    assert served.post("/detokenize", {"tokens": [65, 66]}).json() == {"content": "AB"}
+    counted = {"count": 2, "max_model_len": 128, "token_strs": None}
+    assert served.post("/tokenize", {"content": "AB"}).json() == {"tokens": [65, 66], **counted}
+    pieces = [{"id": 65, "piece": "A"}, {"id": 66, "piece": "B"}]
+    assert served.post("/tokenize", {"content": "AB", "with_pieces": True}).json()["tokens"] == pieces
+    asked = {"prompt": "AB", "model": "tiny", "return_token_strs": True}
+    assert served.post("/tokenize", asked).json() == {"tokens": [65, 66], **counted, "token_strs": ["A", "B"]}
+    assert served.post("/tokenize", {"prompt": "AB", "content": "AB"}).status_code == 400
+    for more, name in (({}, "content"), ({"model": "tiny"}, "prompt")):
+        assert served.post("/detokenize", {"tokens": [65, 66], **more}).json() == {name: "AB"}
     assert served.post("/detokenize", {"tokens": [300]}).status_code == 400
     assert served.post("/apply-template", {"messages": HI}).json() == {"prompt": "user: Hi\n"}
     assert served.http.get("/props").json()["window_tokens"] == 128

@@ -1,0 +1,97 @@
+"""guidellm and locust, with answers of one length by `ignore_eos`, count the tokens that the load generator
+of `bench service` counts. How close their rates are is only asked with JAXLLM_LOAD_QUIET=1, on a machine
+that has nothing else to do.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.service.load import send
+from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
+from jaxllm.serving.ground.bundles import open_model
+from tests.clients.test_packages import ENVIRONMENTS
+from tests.serving.server.daemons import Process
+
+CALLERS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 48, 32
+QUIET = os.environ.get("JAXLLM_LOAD_QUIET") == "1"
+SECONDS = 30 if QUIET else 4
+BODY = {
+    "model": "default", "prompt": [*range(5, 5 + PROMPT_TOKENS)], "max_tokens": ANSWER_TOKENS,
+    "ignore_eos": True, "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
+}  # fmt: skip
+pytestmark = pytest.mark.skipif(not ENVIRONMENTS, reason="make test-clients has its environment")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with Process(tmp_path_factory.mktemp("load"), "--model", "default", "--http", "127.0.0.1:0") as service:
+        yield service.ready()
+
+
+def own_rate(url: str, _: Path) -> float:
+    """Answers' tokens per second, by the benchmark's generator."""
+    bodies = [BODY | {"prompt": random.sample(BODY["prompt"], PROMPT_TOKENS)} for _ in range(100 * SECONDS)]
+    requests = [{"time_s": 0.0, "headers": {}, "body": each} for each in bodies]
+    job = {"url": url, "requests": requests, "patience_s": 60.0, "clients": CALLERS}
+    found = send(job | {"duration_s": float(SECONDS)})
+    assert {(each["error"], each["tokens"]) for each in found} == {(None, ANSWER_TOKENS)}
+    took_s = max(each["ended_s"] for each in found) - min(each["sent_s"] for each in found)
+    return ANSWER_TOKENS * len(found) / took_s
+
+
+def locust_rate(url: str, folder: Path) -> float:
+    file = str(Path(__file__).with_name("load_locust.py"))
+    options = ["--headless", "--json", f"-u{CALLERS}", f"-r{CALLERS}", f"-t{SECONDS}s", "-s60", "-f", file]
+    (stats,) = json.loads(ran("locust", folder, *options, "-H", url))
+    assert stats["num_failures"] == 0 < stats["num_requests"], stats
+    return ANSWER_TOKENS * stats["num_requests"] / (stats["last_request_timestamp"] - stats["start_time"])
+
+
+def guidellm_rate(url: str, folder: Path) -> float:
+    with open_model("default") as bundle:
+        write_tokenizer(folder, bundle.tokenizer_files())
+    settings = {
+        "backend": f"kind=openai_http,target={url},model=default",
+        "profile": f"kind=concurrent,streams={CALLERS}",
+        "constraint": f"kind=max_duration,seconds={SECONDS}",
+        "tokenizer": f"kind=huggingface_auto,model={folder}", "output": f"kind=json,path={folder}/found.json",
+        "data": f"kind=synthetic_text,prompt_tokens={PROMPT_TOKENS},output_tokens={ANSWER_TOKENS}",
+    }  # fmt: skip
+    options = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    ran("guidellm", folder, "run", *options, "--disable-console")
+    (found,) = json.loads((folder / "found.json").read_text())["benchmarks"]
+    tokens = found["metrics"]["output_token_count"]["successful"]
+    assert tokens["min"] == tokens["max"] == ANSWER_TOKENS, tokens
+    assert found["metrics"]["request_totals"]["errored"] == 0
+    return found["metrics"]["output_tokens_per_second"]["successful"]["mean"]
+
+
+def ran(module: str, folder: Path, *options: str) -> str:
+    """What a program prints whose packages lie beside this environment's own."""
+    variables = {
+        "PYTHONPATH": f"{ENVIRONMENTS}/load", "HOME": str(folder), "HF_HUB_OFFLINE": "1",
+        "JAXLLM_LOAD_BODY": json.dumps(BODY),
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", module, *options], cwd=folder, env=os.environ | variables,
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("rate", [locust_rate, guidellm_rate])
+def test_others_count_what_the_benchmark_counts(
+    rate: Callable[[str, Path], float], url: str, tmp_path: Path
+) -> None:
+    rates = [measure(url, tmp_path) for measure in (own_rate, rate) * (3 if QUIET else 1)]
+    assert min(rates) > 0
+    if QUIET:
+        assert sum(rates[1::2]) == pytest.approx(sum(rates[::2]), rel=0.05)
