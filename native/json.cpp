@@ -21,6 +21,27 @@ void Append(std::string& text, char32_t point) {
   while (more--) text += static_cast<char>(0x80 | ((point >> (6 * more)) & 0x3F));
 }
 
+int Character(std::string_view text) {
+  auto byte = [&](size_t at) { return static_cast<unsigned char>(text[at]); };
+  unsigned char first = byte(0);
+  if (first < 0x80) return 1;
+  int more = first >= 0xC2 && first < 0xE0   ? 1
+             : (first & 0xF0) == 0xE0        ? 2
+             : first >= 0xF0 && first < 0xF5 ? 3
+                                             : 0;
+  if (!more) return -1;
+  for (int at = 1; at <= more; ++at) {
+    if (static_cast<size_t>(at) == text.size()) return 0;
+    unsigned char next = byte(at), low = 0x80, high = 0xBF;
+    if (at == 1 && first == 0xE0) low = 0xA0;
+    if (at == 1 && first == 0xED) high = 0x9F;
+    if (at == 1 && first == 0xF0) low = 0x90;
+    if (at == 1 && first == 0xF4) high = 0x8F;
+    if (next < low || next > high) return -at;
+  }
+  return more + 1;
+}
+
 class JsonReader {
  public:
   JsonReader(std::string_view text, const std::string& file) : text_(text), file_(file) {}
@@ -151,6 +172,11 @@ class JsonReader {
       }
     }
     ++at_;
+    for (size_t each = 0; each < found.size();) {
+      int length = Character(std::string_view(found).substr(each));
+      if (length <= 0) Bad();
+      each += static_cast<size_t>(length);
+    }
     return found;
   }
 

@@ -49,7 +49,12 @@ class Json {
   std::vector<std::string> names_;
 };
 
-// Code points as UTF-8.
+// Texts of JSON are valid UTF-8.
+// Bytes of the character that begins a text: its length if it is whole; 0 if the text ends within it; minus
+// the number of bytes that are no text.
+int Character(std::string_view text);
+
+// Appends a code point.
 void Append(std::string& text, char32_t point);
 
 }  // namespace jaxllm

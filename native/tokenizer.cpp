@@ -34,29 +34,6 @@ bool Among(const char32_t (&ranges)[N][2], char32_t point) {
 
 bool IsDigit(char32_t point) { return Among(kNumbers, point) != Among(kOtherDigits, point); }
 
-// Bytes of the character that begins a text: its length if it is whole; 0 if the text ends within it; minus
-// the number of bytes that are no text.
-int Character(std::string_view text) {
-  auto byte = [&](size_t at) { return static_cast<unsigned char>(text[at]); };
-  unsigned char first = byte(0);
-  if (first < 0x80) return 1;
-  int more = first >= 0xC2 && first < 0xE0   ? 1
-             : (first & 0xF0) == 0xE0        ? 2
-             : first >= 0xF0 && first < 0xF5 ? 3
-                                             : 0;
-  if (!more) return -1;
-  for (int at = 1; at <= more; ++at) {
-    if (static_cast<size_t>(at) == text.size()) return 0;
-    unsigned char next = byte(at), low = 0x80, high = 0xBF;
-    if (at == 1 && first == 0xE0) low = 0xA0;
-    if (at == 1 && first == 0xED) high = 0x9F;
-    if (at == 1 && first == 0xF0) low = 0x90;
-    if (at == 1 && first == 0xF4) high = 0x8F;
-    if (next < low || next > high) return -at;
-  }
-  return more + 1;
-}
-
 struct Points {
   std::vector<char32_t> points;
   std::vector<size_t> starts;  // Of each in the text, and its end.
