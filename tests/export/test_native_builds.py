@@ -96,12 +96,15 @@ def test_sanitizers_find_nothing(tflite, wanted, tmp_path):
     assert "were still read" in run(program, tflite[0], 400, seed)
 
 
-@pytest.mark.skipif(
-    not ARM_LIBRARY.exists(), reason="JAXLLM_ARM_LITERT has no LiteRT for Arm (make test-arm)"
-)
+@pytest.fixture(scope="module")
+def arm_program(tmp_path_factory):
+    if not ARM_LIBRARY.exists():
+        pytest.skip("JAXLLM_ARM_LITERT has no LiteRT for Arm (make test-arm)")
+    return check_program(tmp_path_factory.mktemp("arm"), ARM_LIBRARY.absolute(), compiler=ARM_COMPILER)
+
+
 @pytest.mark.parametrize("processor", ["neoverse-n1", "cortex-a76"])
-def test_answers_on_arm_are_those_here(tflite, wanted, tmp_path, processor):
-    program = check_program(tmp_path, ARM_LIBRARY.absolute(), compiler=ARM_COMPILER)
+def test_answers_on_arm_are_those_here(arm_program, tflite, wanted, tmp_path, processor):
     root = tmp_path / "root"
     (root / "proc").mkdir(parents=True)
     (root / "proc/cpuinfo").write_text(CPUINFO)
