@@ -42,18 +42,20 @@ test-fast: $(VENV)/.dev
 mutations: $(VENV)/.dev
 	$(BIN)/python -m tests.mutations
 
-# The native kernels for Arm, by a cross compiler and in an emulator; it fails where these are missing.
-test-arm: $(VENV)/.dev
+# The native kernels and the C library for Arm, by a cross compiler and in an emulator; it fails where these are missing.
+test-arm: $(VENV)/.dev $(VENV)-export/.ready $(VENV)-export/arm/ai_edge_litert/libLiteRt.so
 	@for program in aarch64-linux-gnu-g++ qemu-aarch64-static; do \
 	  command -v $$program > /dev/null || { echo "error: $$program is missing; install it (on Debian:" \
 	    "apt-get install g++-aarch64-linux-gnu qemu-user-static)" >&2; exit 1; }; done
 	$(BIN)/python -m pytest tests/kernels/test_arm.py --durations=5
+	JAXLLM_ARM_LITERT=$(abspath $(VENV)-export)/arm/ai_edge_litert $(VENV)-export/bin/python -m pytest -p no:anyio \
+	  tests/export/test_native_builds.py -k arm --durations=5
 
 # The formats of other runtimes, in an environment of their own: their converter needs older packages.
 test-export: $(VENV)-export/.ready $(VENV)-export/swiftshader/libvk_swiftshader.so
 	JAXLLM_SWIFTSHADER=$(abspath $(VENV)-export)/swiftshader $(VENV)-export/bin/python -m pytest -p no:anyio --numprocesses auto --maxprocesses 4 --dist loadfile \
 	  tests/export/test_tflite.py tests/export/test_litertlm.py tests/export/test_device.py \
-	  tests/export/test_blocks.py tests/export/test_inputs.py tests/export/test_native.py \
+	  tests/export/test_blocks.py tests/export/test_inputs.py tests/export/test_native.py tests/export/test_native_builds.py \
 	  tests/export/test_encoder_decoders.py tests/export/test_npu.py tests/export/test_w8a8.py \
 	  tests/export/test_families.py tests/export/test_accelerators.py
 
@@ -84,7 +86,8 @@ check: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python
-	$(BIN)/clang-format --dry-run --Werror jaxllm/kernels/native/* tests/kernels/native_check* examples/native/*
+	$(BIN)/clang-format --dry-run --Werror jaxllm/kernels/native/* tests/kernels/native_check* native/*.h native/*.cpp native/java/*.cpp \
+	  tests/export/device_check.cpp examples/native/*
 
 # The documentation's site, into site/; fails at any link that leads nowhere. Takes no network.
 docs: $(VENV)/.dev
@@ -130,6 +133,14 @@ $(VENV)-export/swiftshader/libvk_swiftshader.so:
 	  && rm chromium-common_*.deb && place=usr/lib/chromium; cd - > /dev/null; place=$(@D)/$$place; fi; \
 	cp "$$place/libvk_swiftshader.so" "$$place/libvulkan.so.1" $(@D)
 	rm -rf $(@D)/usr $(@D)/etc
+
+# LiteRT of this version for Arm, which the emulator runs.
+$(VENV)-export/arm/ai_edge_litert/libLiteRt.so: constraints-export.txt
+	rm -rf $(VENV)-export/arm && mkdir -p $(VENV)-export/arm
+	$(VENV)-export/bin/python -m pip download --quiet --no-deps --only-binary :all: --platform manylinux_2_27_aarch64 \
+	  --dest $(VENV)-export/arm "$$(grep -i '^ai-edge-litert==' constraints-export.txt)"
+	cd $(VENV)-export/arm && $(abspath $(VENV)-export)/bin/python -m zipfile -e ai_edge_litert-*.whl . && rm *.whl
+	touch $@
 
 $(VENV)-accelerators/.ready: pyproject.toml constraints.txt constraints-accelerators.txt
 	$(PYTHON) -m venv $(VENV)-accelerators

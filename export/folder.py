@@ -3,6 +3,7 @@
 A standalone folder for devices is that of a TFLite model, with the loop that runs it:
 
     program.json, tokenizer.json, model.tflite     see `jaxllm.export.tflite`
+    chat.json                                      see `jaxllm.export.chat_pieces`
     loop.pyz                                       the modules of this package that a device needs
     __main__.py                                    runs them: python FOLDER [COMMAND]
 
@@ -21,7 +22,9 @@ from typing import Any
 import jax
 
 from jaxllm.errors import ConfigError, ProgramError, one_line
+from jaxllm.export.chat_pieces import chat_pieces
 from jaxllm.export.folder_format.manifest import (
+    CHAT,
     LOOP,
     MAIN,
     TINY_TOKENIZER,
@@ -87,6 +90,8 @@ def finish(
     precision, packages = fields["precision"], fields.pop("made_with", {})
     without = left_out(subject, precision, without_shadow=plan.without_shadow)
     write_tokenizer(folder / TOKENIZER, subject.tokenizer)
+    if fields["format"] == "tflite":
+        (folder / CHAT).write_text(json.dumps(chat_pieces(subject.tokenizer)), encoding="utf-8")
     # Formats without a tiny LM or adapters have no signatures of them.
     tiny = subject.tiny_lm if any(each.kind == "tiny_lm" for each in signatures) else None
     if tiny is not None and tiny.tokenizer is not None:

@@ -1,205 +1,140 @@
-// Answers prompts over a folder of exported TFLite programs, by the C API of LiteRT alone.
+// Answers by a folder of exported programs: the smallest user of native/jaxllm_device.h.
 //
-//   device FOLDER --prompt "1 50 7" [--max-tokens N] [--slo TTFT,TPOT] [--level L] [--profile FILE]
-//          [--stop ID] [--threads N]
+//   device FOLDER (--chat TEXT | --prompt TEXT | --tokens "1 50 7") [--max-tokens N] [--slo TTFT,TPOT]
+//          [--profile FILE] [--level L] [--temperature T] [--seed N] [--stop TEXT] [--stop-token ID]
+//          [--draft 1] [--conversation FILE] [--threads N]
 //
-// Tokens are ids: an app has its tokenizer from tokenizer.json. Objectives are percentages of the whole
-// model's times, as `--slo` of jaxllm has them. Each token is a line on stdout as soon as it is drawn
-// (greedily); the plan is a line on stderr. Programs and their conventions: docs/guides/export.md.
+// The answer comes on stdout as it is drawn: text, or with --tokens a line for each token. What was planned
+// and computed is a line on stderr. Objectives are percentages of the whole model's times, as `--slo` of
+// jaxllm has them. With --conversation the file's conversation goes on by --prompt or --tokens, and is
+// written back.
 
-#include <sys/stat.h>
-
-#include <chrono>
 #include <cstdio>
-#include <fstream>
+#include <cstdlib>
+#include <cstring>
+#include <map>
 #include <sstream>
+#include <string>
+#include <vector>
 
-#include "model.h"
+#include "jaxllm_device.h"
 
 namespace {
 
-double Milliseconds(const std::function<void()>& work) {
-  auto began = std::chrono::steady_clock::now();
-  work();
-  return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - began).count();
+using Options = std::map<std::string, std::string>;
+
+[[noreturn]] void Fail(const std::string& message) {
+  std::fprintf(stderr, "error: %s\n", message.c_str());
+  std::exit(1);
 }
 
-// Lengths of the chunks of `tokens` tokens; those that are left, and fit no chunk within the cache, are
-// decoded.
-std::vector<int> PlannedChunks(const std::vector<int>& lengths, int tokens, int room) {
-  std::vector<int> found;
-  for (int at = 0; at < tokens && !lengths.empty();) {
-    int left = tokens - at, chosen = 0;
-    for (int each : lengths)
-      if (each <= left) chosen = each;
-    // A padded chunk costs as much as a full one, and must not reach beyond the cache.
-    if (!chosen && 2 * left >= lengths.front() && at + lengths.front() <= room) chosen = lengths.front();
-    if (!chosen) break;
-    found.push_back(chosen);
-    at += chosen;
+jaxllm_error error;
+
+void Check(jaxllm_status status) {
+  if (status != JAXLLM_OK) Fail(error.message);
+}
+
+Options Read(int count, char** values) {
+  Options found;
+  const std::string known =
+      " --chat --prompt --tokens --max-tokens --slo --profile --level --temperature --seed --stop "
+      "--stop-token --draft"
+      " --conversation --threads ";
+  for (int at = 1; at < count; ++at) {
+    std::string name = values[at];
+    if (name.rfind("--", 0) != 0) {
+      found["folder"] = name;
+      continue;
+    }
+    if (known.find(" " + name + " ") == known.npos) Fail("no such option: " + name);
+    if (at + 1 == count) Fail(name + " takes a value");
+    found[name] = values[++at];
   }
   return found;
 }
 
-class Device {
- public:
-  explicit Device(Model& model) : model_(model) {}
-
-  // Milliseconds of every program of the shortest caches, by level and tokens of a step; from `path` if the
-  // file is of this model and these threads, else measured and kept there.
-  void Profile(const std::string& path, const std::string& key) {
-    std::ifstream file(path);
-    std::string line;
-    if (file && std::getline(file, line) && line == key) {
-      int level = 0, tokens = 0;
-      for (double spent = 0; file >> level >> tokens >> spent;) times_[{level, tokens}] = spent;
-      return;
-    }
-    for (int level : model_.Levels()) {
-      int cache = model_.CacheFor(level, 1);
-      std::vector<int> lengths = model_.Chunks(level, cache);
-      lengths.push_back(1);
-      for (int each : lengths) {
-        std::vector<double> spent;
-        for (int run = 0; run < 6; ++run) {
-          model_.Start(level, cache);
-          spent.push_back(Milliseconds([&] {
-            model_.Run(each == 1 ? "decode" : "prefill", level, cache, each, std::vector<int32_t>(each, 1),
-                       0);
-          }));
-        }
-        // The first run packs weights.
-        std::sort(spent.begin() + 1, spent.end());
-        times_[{level, each}] = spent[3];
-      }
-    }
-    if (path.empty()) return;
-    std::ofstream out(path);
-    out << key << "\n";
-    for (const auto& [what, spent] : times_) out << what.first << " " << what.second << " " << spent << "\n";
-  }
-
-  double FirstToken(int level, int prompt) const {
-    std::vector<int> lengths;
-    for (const auto& [what, spent] : times_)
-      if (what.first == level && what.second > 1) lengths.push_back(what.second);
-    double total = 0;
-    int fed = 0;
-    for (int each : PlannedChunks(lengths, prompt - 1, 1 << 30)) {
-      total += times_.at({level, each});
-      fed += each;
-    }
-    return total + std::max(1, prompt - fed) * Token(level);
-  }
-  double Token(int level) const { return times_.at({level, 1}); }
-
-  // The largest level whose times are within these shares of the whole model's; the fastest if none is.
-  int Plan(int prompt, double first_share, double token_share, bool& met) const {
-    int best = 0, fastest = kWhole;
-    for (int level : model_.Levels()) {
-      if (FirstToken(level, prompt) <= first_share * FirstToken(kWhole, prompt) &&
-          Token(level) <= token_share * Token(kWhole))
-        best = level;
-      if (FirstToken(level, prompt) < FirstToken(fastest, prompt)) fastest = level;
-    }
-    met = best != 0;
-    return met ? best : fastest;
-  }
-
-  void Answer(int level, const std::vector<int32_t>& prompt, int most, const std::vector<int>& stops) {
-    int cache = model_.CacheFor(level, static_cast<int>(prompt.size()) + most), at = 0;
-    int last = static_cast<int>(prompt.size()) - 1;
-    model_.Start(level, cache);
-    for (int each : PlannedChunks(model_.Chunks(level, cache), last, model_.Room(level, cache))) {
-      int real = std::min(each, last - at);
-      model_.Run("prefill", level, cache, each, {prompt.begin() + at, prompt.begin() + at + real}, at);
-      at += real;
-    }
-    int token = 0;
-    for (int count = 0; count < most;) {
-      bool inside = at < last;
-      token = at <= last ? prompt[at] : token;
-      Program& step = model_.Run("decode", level, cache, 1, {token}, at++);
-      if (inside) continue;
-      step.outputs.at("logits")->Locked(kReading, [&](void* from, size_t bytes) {
-        const float* logits = static_cast<const float*>(from);
-        token = static_cast<int>(std::max_element(logits, logits + bytes / sizeof(float)) - logits);
-      });
-      ++count;
-      std::printf("%d\n", token);
-      std::fflush(stdout);
-      if (std::find(stops.begin(), stops.end(), token) != stops.end()) break;
-    }
-  }
-
- private:
-  Model& model_;
-  std::map<std::pair<int, int>, double> times_;
-};
-
-int Main(const std::vector<std::string>& arguments) {
-  std::string folder, prompt_text, slo, profile;
-  int most = 32, level = 0, threads = 0;
-  std::vector<int> stops;
-  for (size_t at = 0; at < arguments.size(); ++at) {
-    const std::string& name = arguments[at];
-    if (name.rfind("--", 0) != 0) {
-      folder = name;
-      continue;
-    }
-    if (at + 1 == arguments.size()) throw std::runtime_error(name + " takes a value");
-    const std::string& value = arguments[++at];
-    if (name == "--prompt")
-      prompt_text = value;
-    else if (name == "--max-tokens")
-      most = std::stoi(value);
-    else if (name == "--slo")
-      slo = value;
-    else if (name == "--level")
-      level = std::stoi(value);
-    else if (name == "--profile")
-      profile = value;
-    else if (name == "--stop")
-      stops.push_back(std::stoi(value));
-    else if (name == "--threads")
-      threads = std::stoi(value);
-    else
-      throw std::runtime_error("no such option: " + name);
-  }
-  std::vector<int32_t> prompt;
-  std::istringstream ids(prompt_text);
-  for (int32_t each = 0; ids >> each;) prompt.push_back(each);
-  if (folder.empty() || prompt.empty())
-    throw std::runtime_error("give a folder, and --prompt with ids of tokens");
-  std::string path = folder + "/model.tflite";
-  struct stat facts;
-  if (stat(path.c_str(), &facts) != 0)
-    throw std::runtime_error(path + ": no such file; export with `jaxllm export --format device` or tflite");
-  Model model(path, threads);
-  Device device(model);
-  if (!slo.empty()) {
-    double first = 0, token = 0;
-    if (std::sscanf(slo.c_str(), "%lf,%lf", &first, &token) != 2)
-      throw std::runtime_error("--slo takes two percentages, like 40,70, got " + slo);
-    device.Profile(profile, std::to_string(facts.st_size) + " " + std::to_string(facts.st_mtime) + " " +
-                                std::to_string(threads));
-    bool met = false;
-    level = device.Plan(static_cast<int>(prompt.size()), first / 100, token / 100, met);
-    std::fprintf(stderr, "plan: level %d%s, %.2f ms to the first token, %.2f ms for each further\n", level,
-                 met ? "" : " (no level meets the objective)", device.FirstToken(level, prompt.size()),
-                 device.Token(level));
-  }
-  device.Answer(level ? level : kWhole, prompt, most, stops);
-  return 0;
+int Print(void* by_token, int32_t token, const char* text, size_t bytes) {
+  if (!by_token)
+    std::fwrite(text, 1, bytes, stdout);
+  else if (token >= 0)
+    std::printf("%d\n", token);
+  return std::fflush(stdout);
 }
 
 }  // namespace
 
 int main(int count, char** values) {
-  try {
-    return Main({values + 1, values + count});
-  } catch (const std::exception& error) {
-    std::fprintf(stderr, "error: %s\n", error.what());
-    return 1;
+  Options options = Read(count, values);
+  auto has = [&](const char* name) { return options.count(name) > 0; };
+  static const std::string kNone;
+  auto text = [&](const char* name) -> const std::string& { return has(name) ? options[name] : kNone; };
+  auto number = [&](const char* name, double otherwise) {
+    if (!has(name)) return otherwise;
+    char* end = nullptr;
+    double found = std::strtod(options[name].c_str(), &end);
+    if (end == options[name].c_str() || *end)
+      Fail(std::string(name) + " takes a number, got " + options[name]);
+    return found;
+  };
+  if (!has("folder") || has("--chat") + has("--prompt") + has("--tokens") != 1)
+    Fail("give a folder, and one of --chat, --prompt and --tokens");
+
+  jaxllm_device* device = nullptr;
+  Check(jaxllm_open(text("folder").c_str(), static_cast<int32_t>(number("--threads", 0)), &device, &error));
+  jaxllm_conversation* conversation = nullptr;
+  const char* kept = has("--conversation") ? text("--conversation").c_str() : nullptr;
+  FILE* there = kept ? std::fopen(kept, "rb") : nullptr;
+  if (there) {
+    std::fclose(there);
+    int32_t recomputes = 0;
+    Check(jaxllm_conversation_load(device, kept, &conversation, &recomputes, &error));
+  } else {
+    Check(jaxllm_conversation_new(device, &conversation, &error));
   }
+
+  jaxllm_request request;
+  jaxllm_request_init(&request);
+  jaxllm_message message = {"user", text("--chat").c_str(), text("--chat").size()};
+  std::vector<int32_t> tokens;
+  std::istringstream ids(text("--tokens"));
+  for (int32_t each = 0; ids >> each;) tokens.push_back(each);
+  if (has("--chat")) request.messages = &message, request.message_count = 1;
+  if (has("--prompt")) request.text = text("--prompt").c_str(), request.text_bytes = text("--prompt").size();
+  if (has("--tokens")) request.tokens = tokens.data(), request.token_count = tokens.size();
+  request.continues = there != nullptr && !has("--chat");
+
+  jaxllm_objective objective = {};
+  if (has("--slo")) {
+    if (std::sscanf(text("--slo").c_str(), "%lf,%lf", &objective.first_share, &objective.token_share) != 2)
+      Fail("--slo takes two percentages, like 40,70, got " + text("--slo"));
+    objective.first_share /= 100, objective.token_share /= 100;
+    Check(jaxllm_profile(device, has("--profile") ? text("--profile").c_str() : nullptr, &error));
+    request.objective = &objective;
+  }
+  const char* stop = text("--stop").c_str();
+  auto stop_token = static_cast<int32_t>(number("--stop-token", 0));
+  if (has("--stop")) request.stops = &stop, request.stop_count = 1;
+  if (has("--stop-token")) request.stop_tokens = &stop_token, request.stop_token_count = 1;
+  request.ignore_end = has("--tokens");
+  request.max_tokens = static_cast<int32_t>(number("--max-tokens", 32));
+  request.level = static_cast<int32_t>(number("--level", 0));
+  request.sampling.temperature = static_cast<float>(number("--temperature", 0));
+  request.sampling.seed = static_cast<uint64_t>(number("--seed", 0));
+  request.drafts = number("--draft", 0) != 0;
+  request.on_token = Print;
+  request.user = has("--tokens") ? &request : nullptr;
+
+  jaxllm_result result;
+  Check(jaxllm_answer(conversation, &request, &result, &error));
+  if (!has("--tokens")) std::printf("\n");
+  std::fprintf(stderr,
+               "level %d%s, %.2f ms to the first token (%.2f expected), %zu of %zu prompt tokens reused, "
+               "%zu of %zu drafted tokens accepted\n",
+               result.plan.level, result.plan.met ? "" : " (no level meets the objective)", result.first_ms,
+               result.plan.first_ms, result.reused_tokens, result.prompt_tokens, result.accepted_tokens,
+               result.drafted_tokens);
+  if (kept) Check(jaxllm_conversation_save(conversation, kept, &error));
+  jaxllm_conversation_free(conversation);
+  jaxllm_close(device);
+  return 0;
 }

@@ -49,6 +49,8 @@ from jaxllm.text.tokenizer import TokenizerFiles
 # Files of a standalone device folder: the modules of the loop, and its entry point.
 LOOP, MAIN = "loop.pyz", "__main__.py"
 WEIGHTS, TOKENIZER = "weights.safetensors", "tokenizer.json"
+# The chat template for runtimes without Jinja (see `jaxllm.export.chat_pieces`).
+CHAT = "chat.json"
 TINY_WEIGHTS, TINY_TOKENIZER = "tiny_lm.safetensors", "tiny_lm_tokenizer.json"
 _READ_BYTES = 1 << 24
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import BudgetExceeded, ConfigError
-from jaxllm.export.folder_format.manifest import LOOP, MAIN, TINY_TOKENIZER, TOKENIZER, Manifest
+from jaxllm.export.folder_format.manifest import CHAT, LOOP, MAIN, TINY_TOKENIZER, TOKENIZER, Manifest
 from jaxllm.export.folder_format.parts import KEEP, MODEL, PROMPT, TinyLmFacts, adapter_file
 from jaxllm.export.folder_format.signature import MASK, TOKENS
 from jaxllm.export.programs.drafts import ProgramDrafter
@@ -87,7 +87,7 @@ class ProgramModel:
         adapters."""
         manifest = self.executor.manifest
         names = () if manifest.adapters is None else manifest.adapters.names
-        others = {LOOP, MAIN, TOKENIZER, TINY_TOKENIZER, *map(adapter_file, names)}
+        others = {LOOP, MAIN, CHAT, TOKENIZER, TINY_TOKENIZER, *map(adapter_file, names)}
         files = sorted(manifest.files.items())
         return {name: stored.xxh3_128 for name, stored in files if name not in others}
 

@@ -1,0 +1,348 @@
+#include "programs.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+namespace jaxllm {
+namespace {
+
+constexpr int kCpu = 1, kReading = 0, kWriting = 1;
+// What each chunk costs besides its tokens: it reads all weights.
+constexpr int kPassTokens = 24;
+constexpr int kPadding = -1;
+// The longest chunk over the shortest: planning takes time and memory by it.
+constexpr int kMostSpread = 64;
+
+void Check(LiteRtStatus status, const std::string& what) {
+  Require(status == 0, JAXLLM_RUNTIME,
+          "LiteRT refuses to " + what + " (status " + std::to_string(status) + ")");
+}
+
+std::string NameOf(const Signature& each, int context) {
+  std::string name = each.level == kWhole ? "" : "level_" + std::to_string(each.level) + "_";
+  if (each.room != context) name += "cache_" + std::to_string(each.room) + "_";
+  return name + each.kind + (each.kind == "decode" ? "" : "_" + std::to_string(each.tokens));
+}
+
+bool IsCache(const std::string& name) { return name.rfind("kv_cache_", 0) == 0; }
+
+class Locked {
+ public:
+  Locked(Handle handle, int mode) : handle_(handle) {
+    Check(LiteRtLockTensorBuffer(handle, &address_, mode), "lock a buffer");
+  }
+  ~Locked() { LiteRtUnlockTensorBuffer(handle_); }
+  void* address() const { return address_; }
+
+ private:
+  Handle handle_;
+  void* address_ = nullptr;
+};
+
+// The costs of the cheapest lengths, each at most the one before: the first of equal ones, from short to
+// long.
+std::vector<int> Cheapest(int tokens, const std::vector<int>& lengths, size_t count,
+                          std::map<std::pair<int, size_t>, std::vector<int>>& known) {
+  auto& found = known[{tokens, count}];
+  if (!found.empty()) return found;
+  int best = 0;
+  for (size_t place = 0; place < count; ++place) {
+    std::vector<int> plan = {lengths[place]};
+    if (tokens > lengths[place]) {
+      std::vector<int> rest = Cheapest(tokens - lengths[place], lengths, place + 1, known);
+      plan.insert(plan.end(), rest.begin(), rest.end());
+    }
+    int cost = kPassTokens * static_cast<int>(plan.size());
+    for (int each : plan) cost += each;
+    if (found.empty() || cost < best) best = cost, found = std::move(plan);
+  }
+  return found;
+}
+
+}  // namespace
+
+void Buffer::Read(const std::function<void(const void*)>& use) const {
+  use(Locked(handle_, kReading).address());
+}
+void Buffer::Write(const std::function<void(void*)>& use) { use(Locked(handle_, kWriting).address()); }
+size_t Buffer::bytes() const {
+  size_t found = 0;
+  Check(LiteRtGetTensorBufferPackedSize(handle_, &found), "measure a buffer");
+  return found;
+}
+
+Programs::Programs(const Folder& folder, int threads) : manifest_(folder.manifest), threads_(threads) {
+  try {
+    std::string_view file = folder.model->view();
+    Check(LiteRtCreateEnvironment(0, nullptr, &environment_), "start");
+    Check(LiteRtCreateModelFromBuffer(environment_, file.data(), file.size(), &model_), "open model.tflite");
+    Handle options = nullptr, cpu = nullptr;
+    Check(LiteRtCreateOptions(&options), "take options");
+    LiteRtStatus status = LiteRtSetOptionsHardwareAccelerators(options, kCpu);
+    if (!status && threads) {
+      std::string facts = "num_threads = " + std::to_string(threads) + "\n";
+      status = LiteRtCreateOpaqueOptions("xnnpack", strdup(facts.c_str()), std::free, &cpu);
+      if (!status) status = LiteRtAddOpaqueOptions(options, cpu);
+    }
+    if (!status) status = LiteRtCreateCompiledModel(environment_, model_, options, &compiled_);
+    LiteRtDestroyOptions(options);
+    Check(status, "compile model.tflite");
+    size_t count = 0;
+    Check(LiteRtGetNumModelSignatures(model_, &count), "list signatures");
+    std::map<std::string, size_t> there;
+    for (size_t index = 0; index < count; ++index) {
+      Handle signature = nullptr;
+      const char* key = nullptr;
+      Check(LiteRtGetModelSignature(model_, index, &signature), "give a signature");
+      Check(LiteRtGetSignatureKey(signature, &key), "name a signature");
+      there[key] = index;
+    }
+    for (const Signature& each : manifest_.signatures) {
+      auto found = there.find(jaxllm::NameOf(each, manifest_.context_tokens));
+      Require(found != there.end(), JAXLLM_DAMAGED,
+              "model.tflite lacks the signature " + jaxllm::NameOf(each, manifest_.context_tokens) +
+                  ", which program.json names; copy both from one export");
+      Add(found->second, each, manifest_.vocab_sizes.at(each.level));
+    }
+    for (const auto& [level, vocab] : manifest_.vocab_sizes) {
+      for (int room : Rooms(level)) {
+        std::vector<int> chunks = Sizes("prefill", level, room);
+        Require(
+            programs_.count({"decode", level, room, 1}) && !chunks.empty(), JAXLLM_DAMAGED,
+            "level " + std::to_string(level) + " cannot read a prompt and decode; export the model again");
+        Require(
+            chunks.back() <= kMostSpread * chunks.front(), JAXLLM_UNSUPPORTED,
+            "the chunks of prompts differ too much in length; export the model with closer --chunk-tokens");
+      }
+    }
+    Require(!Rooms(kWhole).empty(), JAXLLM_DAMAGED,
+            "the whole model has no programs; export the model again");
+  } catch (...) {
+    Release();
+    throw;
+  }
+}
+
+Programs::~Programs() { Release(); }
+
+void Programs::Release() {
+  programs_.clear();
+  if (compiled_) LiteRtDestroyCompiledModel(compiled_);
+  if (model_) LiteRtDestroyModel(model_);
+  if (environment_) LiteRtDestroyEnvironment(environment_);
+}
+
+void Programs::Add(size_t index, const Signature& signature, int vocab) {
+  Program program;
+  program.index = index;
+  program.kind = signature.kind;
+  program.level = signature.level;
+  program.room = signature.room;
+  program.tokens = signature.tokens;
+  std::string name = jaxllm::NameOf(signature, manifest_.context_tokens);
+  Check(LiteRtGetModelSignature(model_, index, &program.signature), "give a signature");
+  Check(LiteRtGetNumSignatureInputs(program.signature, &program.inputs), "count inputs");
+  Check(LiteRtGetNumSignatureOutputs(program.signature, &program.outputs), "count outputs");
+  auto& shapes = shapes_[signature.level];
+  int64_t tokens = signature.tokens;
+  size_t caches[2] = {}, known = 0;
+  for (bool input : {true, false}) {
+    for (size_t each = 0; each < (input ? program.inputs : program.outputs); ++each) {
+      std::string tensor_name = NameOf(program, input, each);
+      Handle tensor = nullptr;
+      TensorType type;
+      Check((input ? LiteRtGetSignatureInputTensorByIndex : LiteRtGetSignatureOutputTensorByIndex)(
+                program.signature, each, &tensor),
+            "give a tensor");
+      Check(LiteRtGetRankedTensorType(tensor, &type), "tell a tensor's shape");
+      int rank = static_cast<int>(type.rank_and_strides & 0x7F);
+      int64_t size = 1;
+      for (int axis = 0; axis < rank && axis < 8; ++axis)
+        size *= std::clamp(type.dimensions[axis], 0, 1 << 20);
+      bool fits = false;
+      if (IsCache(tensor_name)) {
+        CacheShape shape = {type.dimensions[1], type.dimensions[3]};
+        CacheShape& first = shapes.try_emplace(tensor_name, shape).first->second;
+        fits = rank == 4 && type.dimensions[2] == signature.room && shape.heads > 0 && shape.width > 0 &&
+               first.heads == shape.heads && first.width == shape.width;
+        caches[input] += fits;
+      } else if (tensor_name == "adapter") {
+        fits = input;
+      } else {
+        fits = input ? size == (tensor_name == "mask" ? tokens * tokens : tokens) : size == tokens * vocab;
+        bool named = input ? tensor_name == "tokens" || tensor_name == "input_pos" ||
+                                 (tensor_name == "mask" && program.kind == "verify")
+                           : tensor_name == "logits";
+        fits = fits && named;
+        known += named;
+      }
+      Require(fits, JAXLLM_DAMAGED,
+              name + " in model.tflite has an array " + tensor_name.substr(0, 80) +
+                  " of another shape than program.json says; copy both from one export");
+    }
+  }
+  size_t wanted = program.kind == "prefill" ? 2 : program.kind == "decode" ? 3 : 4;
+  Require(known == wanted && caches[0] == caches[1] && caches[0] == shapes.size(), JAXLLM_DAMAGED,
+          name + " in model.tflite lacks an array; export the model again");
+  programs_.emplace(Key(program.kind, program.level, program.room, program.tokens), std::move(program));
+}
+
+std::string Programs::NameOf(const Program& program, bool input, size_t index) const {
+  const char* name = nullptr;
+  Check((input ? LiteRtGetSignatureInputName : LiteRtGetSignatureOutputName)(program.signature, index, &name),
+        "name a tensor");
+  return name;
+}
+
+std::vector<int> Programs::Levels() const {
+  std::vector<int> found;
+  for (const auto& [level, shapes] : shapes_) found.push_back(level);
+  return found;
+}
+
+std::vector<int> Programs::Rooms(int level) const {
+  std::vector<int> found;
+  for (const auto& [key, program] : programs_)
+    if (program.level == level) found.push_back(program.room);
+  std::sort(found.begin(), found.end());
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  return found;
+}
+
+std::vector<int> Programs::Sizes(const std::string& kind, int level, int room) const {
+  std::vector<int> found;
+  for (const auto& [key, program] : programs_)
+    if (program.kind == kind && program.level == level && program.room == room)
+      found.push_back(program.tokens);
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+Programs::Program& Programs::Find(const std::string& kind, int level, int room, int tokens) {
+  auto found = programs_.find({kind, level, room, tokens});
+  Require(found != programs_.end(), JAXLLM_UNSUPPORTED,
+          "level " + std::to_string(level) + " was not exported; export the model with --level " +
+              std::to_string(level));
+  return found->second;
+}
+
+std::unique_ptr<Buffer> Programs::MadeBuffer(const Program& program, bool input, size_t index) {
+  Handle tensor = nullptr, needs = nullptr, buffer = nullptr;
+  TensorType type;
+  Check((input ? LiteRtGetSignatureInputTensorByIndex : LiteRtGetSignatureOutputTensorByIndex)(
+            program.signature, index, &tensor),
+        "give a tensor");
+  Check(LiteRtGetRankedTensorType(tensor, &type), "tell a tensor's shape");
+  Check((input ? LiteRtGetCompiledModelInputBufferRequirements
+               : LiteRtGetCompiledModelOutputBufferRequirements)(compiled_, program.index, index, &needs),
+        "tell what a buffer needs");
+  Check(LiteRtCreateManagedTensorBufferFromRequirements(environment_, &type, needs, &buffer),
+        "make a buffer");
+  auto found = std::make_unique<Buffer>(buffer);
+  // Masked positions are multiplied by zero: they must be finite. And zeros are no adapter.
+  size_t bytes = found->bytes();
+  found->Write([&](void* to) { std::memset(to, 0, bytes); });
+  return found;
+}
+
+std::vector<Handle> Programs::Arguments(Program& program, bool input, Buffers& caches) {
+  std::vector<Handle> found;
+  for (size_t index = 0; index < (input ? program.inputs : program.outputs); ++index) {
+    std::string name = NameOf(program, input, index);
+    auto& buffer = (IsCache(name) ? caches : input ? program.in : program.out)[name];
+    if (!buffer) buffer = MadeBuffer(program, input, index);
+    found.push_back(buffer->handle());
+  }
+  return found;
+}
+
+Caches Programs::Made(int level, int room) {
+  std::lock_guard<std::mutex> lock(running_);
+  Program& decode = Find("decode", level, room, 1);
+  Caches made;
+  made.level = level;
+  made.room = room;
+  Arguments(decode, true, made.filled);
+  Arguments(decode, false, made.spare);
+  return made;
+}
+
+std::string Programs::Rows(const Caches& caches, int tokens) const {
+  std::string found;
+  for (const auto& [name, shape] : shapes_.at(caches.level)) {
+    size_t row = 4u * static_cast<size_t>(shape.width), head = row * static_cast<size_t>(caches.room);
+    caches.filled.at(name)->Read([&, heads = shape.heads](const void* from) {
+      for (int each = 0; each < heads; ++each)
+        found.append(static_cast<const char*>(from) + head * static_cast<size_t>(each),
+                     row * static_cast<size_t>(tokens));
+    });
+  }
+  return found;
+}
+
+void Programs::Restore(Caches& caches, const char* rows, int tokens) {
+  for (const auto& [name, shape] : shapes_.at(caches.level)) {
+    size_t row = 4u * static_cast<size_t>(shape.width), head = row * static_cast<size_t>(caches.room);
+    size_t part = row * static_cast<size_t>(tokens);
+    caches.filled.at(name)->Write([&, heads = shape.heads](void* to) {
+      for (int each = 0; each < heads; ++each, rows += part)
+        std::memcpy(static_cast<char*>(to) + head * static_cast<size_t>(each), rows, part);
+    });
+  }
+}
+
+Caches Programs::Grown(const Caches& caches, int room, int tokens) {
+  Caches grown = Made(caches.level, room);
+  Restore(grown, Rows(caches, tokens).data(), tokens);
+  return grown;
+}
+
+size_t Programs::RowBytes(int level) const {
+  size_t found = 0;
+  for (const auto& [name, shape] : shapes_.at(level))
+    found += 4u * static_cast<size_t>(shape.heads) * static_cast<size_t>(shape.width);
+  return found;
+}
+
+void Programs::Run(const std::string& kind, int size, Caches& caches, const int32_t* tokens, int count,
+                   int at, std::vector<float>* logits) {
+  std::lock_guard<std::mutex> lock(running_);
+  Program& program = Find(kind, caches.level, caches.room, size);
+  std::vector<Handle> in = Arguments(program, true, caches.filled),
+                      out = Arguments(program, false, caches.spare);
+  bool verifies = kind == "verify";
+  program.in.at("tokens")->Write([&](void* to) {
+    auto* place = static_cast<int32_t*>(to);
+    for (int each = 0; each < size; ++each) place[each] = each < count ? tokens[each] : 0;
+  });
+  program.in.at("input_pos")->Write([&](void* to) {
+    auto* place = static_cast<int32_t*>(to);
+    for (int each = 0; each < size; ++each) place[each] = each < count ? at + each : verifies ? at : kPadding;
+  });
+  if (verifies)
+    program.in.at("mask")->Write([&](void* to) {
+      auto* place = static_cast<unsigned char*>(to);
+      for (int row = 0; row < size; ++row)
+        for (int column = 0; column < size; ++column) *place++ = row < count && column <= row;
+    });
+  Check(LiteRtRunCompiledModel(compiled_, program.index, in.size(), in.data(), out.size(), out.data()),
+        "run " + kind);
+  std::swap(caches.filled, caches.spare);
+  if (auto found = program.out.find("logits"); logits && found != program.out.end()) {
+    logits->resize(found->second->bytes() / sizeof(float));
+    found->second->Read([&](const void* from) { std::memcpy(logits->data(), from, 4 * logits->size()); });
+  }
+}
+
+std::vector<int> PlannedChunks(int tokens, const std::vector<int>& lengths) {
+  if (tokens <= 0) return {};
+  int longest = lengths.back(), head = std::max(0, (tokens - longest) / longest);
+  std::vector<int> found(static_cast<size_t>(head), longest);
+  std::map<std::pair<int, size_t>, std::vector<int>> known;
+  std::vector<int> tail = Cheapest(tokens - head * longest, lengths, lengths.size(), known);
+  found.insert(found.end(), tail.begin(), tail.end());
+  return found;
+}
+
+}  // namespace jaxllm
