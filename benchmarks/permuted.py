@@ -31,9 +31,6 @@ def permuted(params: Mapping[str, np.ndarray], cfg: ModelConfig, seed: int = 7) 
       params: float arrays by name.
       cfg: the model, `permutable`.
       seed: of the orders.
-
-    Raises:
-      ConfigError: the model is not permutable.
     """
     if not permutable(cfg):
         raise ConfigError(f"the order of the weights of a {cfg.model_type} model is not known here")

@@ -43,7 +43,6 @@ class Claim:
       claim: in words.
       command: that prints it, without `--json`.
       case: a pattern that matches one case of the rows whole.
-      metric: of the rows.
       rivals: systems of which the strongest is named; all must have been measured.
       also: systems that are named besides, for what they say about the first two.
       detail: a pattern of what is told of each system from its row's note; "" for nothing.
@@ -108,11 +107,7 @@ def recorded(path: Path = RECORDED) -> list[dict[str, Any]]:
 
 
 def kept_rows(claims: Sequence[Claim], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the table takes of a command's rows, each system once.
-
-    Raises:
-      click.ClickException: a system of a claim was not measured, or a pattern matches several cases.
-    """
+    """What the table takes of a command's rows, each system once."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for claim in claims:
         fits = [each for each in rows if _is_of(claim, each)]

@@ -45,8 +45,6 @@ class TraceRequest:
       time_s: seconds from the trace's beginning.
       app: that calls.
       slo: its objective.
-      task: of the question.
-      example: the question.
     """
 
     time_s: float
@@ -75,9 +73,6 @@ def make_trace(
       skew: app i makes requests in proportion to (i + 1)^-skew: 0 is even, a positive one gives the first
         apps more, a negative one the last.
       rate_per_s: mean arrivals per second of the Poisson process.
-
-    Raises:
-      ConfigError: there are no questions.
     """
     if not questions or not all(questions.values()):
         raise ConfigError("a trace needs questions of at least one task")
@@ -101,20 +96,12 @@ def make_trace(
 
 
 def write_trace(path: Path, trace: "Iterable[TraceRequest | ContextCall]") -> None:
-    """Writes a trace, a JSON line per call, whole or not at all.
-
-    Raises:
-      ConfigError: it cannot be written.
-    """
+    """Writes a trace, a JSON line per call, whole or not at all."""
     write_lines(path, map(dataclasses.asdict, trace))
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Reads a trace that `write_trace` wrote.
-
-    Raises:
-      ConfigError: it cannot be read, is malformed, or too long.
-    """
+    """Reads a trace that `write_trace` wrote."""
     import msgspec
 
     return read_lines(path, msgspec.json.Decoder(TraceRequest, strict=True).decode)
@@ -166,7 +153,6 @@ def replay(
 
     Args:
       answer_tokens: most tokens of an answer.
-      progress: called with ("replay", requests done, requests in all).
     """
     outcomes = []
     for done, request in enumerate(trace, start=1):
@@ -318,9 +304,6 @@ def make_switching(
     Args:
       pattern: one of `PATTERNS`.
       lengths: (prompt, answer) tokens of real calls.
-
-    Raises:
-      ConfigError: there are no lengths.
     """
     if not lengths:
         raise ConfigError("a trace needs the lengths of at least one real call")
@@ -340,11 +323,7 @@ def make_switching(
 
 def read_azure(path: Path) -> list[tuple[float, Lengths]]:
     """The requests of a trace of Azure's LLM inference service (its CSV files: TIMESTAMP, ContextTokens,
-    GeneratedTokens): seconds from the first, and (prompt, answer) tokens.
-
-    Raises:
-      ConfigError: it cannot be read or is malformed.
-    """
+    GeneratedTokens): seconds from the first, and (prompt, answer) tokens."""
     requests: list[tuple[float, Lengths]] = []
     first, reader = None, None
     try:
@@ -372,12 +351,8 @@ def read_mooncake(path: Path, *, time_scale: float = 1.0, token_scale: float = 1
     requests share; it adds its prompt less the conversation's tokens so far.
 
     Args:
-      path: the file.
       time_scale: times are multiplied by this.
       token_scale: lengths are multiplied by this.
-
-    Raises:
-      ConfigError: it cannot be read or is malformed.
     """
     of_block: dict[int, int] = {}
     conversation_tokens: list[int] = []
@@ -414,11 +389,7 @@ _MAX_LINE_BYTES = 1 << 20
 
 
 def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a trace.
-
-    Raises:
-      ConfigError: it cannot be written.
-    """
+    """Writes a trace."""
     try:
         with atomic_file(path) as file:
             for each in entries:
@@ -428,11 +399,7 @@ def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(path: Path, parse: Callable[[bytes], Entry]) -> list[Entry]:
-    """Reads a trace, each line by `parse`, which raises ValueError or ConfigError for a malformed line.
-
-    Raises:
-      ConfigError: it cannot be read, is malformed, empty or too long.
-    """
+    """Reads a trace, each line by `parse`, which raises ValueError or ConfigError for a malformed line."""
     entries: list[Entry] = []
     try:
         with open_regular(Path(path)) as file:

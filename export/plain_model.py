@@ -160,7 +160,6 @@ def write_plain_folder(path: Path, model: PlainModel, precision: str) -> ModelCo
     """Writes a Hugging Face folder, atomically: config, safetensors and tokenizer. Returns its config.
 
     Args:
-      path: path of the folder.
       model: plain model of the level.
       precision: precision of all parameters, a key of `DTYPES`.
 

@@ -226,7 +226,6 @@ class StaticProduct:
     """Product with a weight at static steps.
 
     Attributes:
-      step: step of its inputs.
       outputs: largest magnitude of each output, `[outputs]` float32.
       channels: inputs whose excess is multiplied in floats, `[R]` int32; empty for none.
       scales: scales of the weight's rows, divided by `outputs`.

@@ -45,7 +45,6 @@ class WeightPlan:
     """A format of weights.
 
     Attributes:
-      weights: format of the bundle.
       wide: names of matrices at 8 bits, of those that the format stores at 4.
     """
 
@@ -147,9 +146,6 @@ def losses(
     """Divergences of plans from the float weights, in nats per token.
 
     Args:
-      source: reads the checkpoint.
-      cfg: config of its model.
-      of: plans.
       tokens: ids of a text by which matrices are quantized (see `with_input_squares`).
       held_out: ids of the text on which plans are measured, at most a window of them.
 

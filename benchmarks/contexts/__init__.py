@@ -51,8 +51,6 @@ class Setting(NamedTuple):
     """How chunks are stored, for the part `density`.
 
     Attributes:
-      codec: its name.
-      chunk_tokens: of a chunk.
       outliers: whether the model's keys have outliers put in (see `quality.py`).
     """
 

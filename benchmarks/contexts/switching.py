@@ -282,11 +282,7 @@ CHUNK_TOKENS = 16
 
 
 class Systems:
-    """Engines by codec and size of chunks, and contexts with a history, each made once for all systems.
-
-    Attributes:
-      bench: the run.
-    """
+    """Engines by codec and size of chunks, and contexts with a history, each made once for all systems."""
 
     def __init__(self, bench: Run[Plan], context_tokens: int = 0) -> None:
         self.bench, self._context_tokens = bench, context_tokens

@@ -62,9 +62,7 @@ class Size:
     """One of a baseline's models.
 
     Attributes:
-      name: of the model.
       engine: of the whole model, by which it is timed.
-      level: of that engine.
       change_ms: time to change to it.
     """
 
@@ -75,11 +73,7 @@ class Size:
 
 
 def open_elastic(model: Path, progress: Progress = silent) -> Engine:
-    """An engine for all levels of a bundle.
-
-    Raises:
-      ConfigError: it has none.
-    """
+    """An engine for all levels of a bundle."""
     levels = levels_of(model)
     _require_levels(model, levels)
     return Engine.open(model, options=EngineOptions(levels=levels), progress=progress)
@@ -174,9 +168,6 @@ def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) ->
 
     Args:
       subsets: how many numbers of layers, spread evenly from a quarter of them up; 0 takes every one.
-
-    Raises:
-      ConfigError: there is not one importance per layer.
     """
     whole, cfg = engine.runner_at(FULL_LEVEL), engine.cfg.whole
     if len(importance) != cfg.layers:
@@ -235,9 +226,6 @@ def elastic_shape(
     Args:
       name: of `SHAPES`.
       like: an elastic bundle whose levels, tokenizer and vocabulary it takes.
-
-    Raises:
-      ConfigError: it has fewer tokens than `like`, or that has no levels.
     """
     folder = shape_folder(name, progress)
 

@@ -37,11 +37,7 @@ from jaxllm.text.tokenizer import Tokenizer
 
 
 def run(bench: Run[Plan]) -> list[Row]:
-    """Measures the parts that the plan names.
-
-    Raises:
-      ConfigError: the model is no elastic bundle, or has no tiny LM for the trace.
-    """
+    """Measures the parts that the plan names."""
     plan, rows, timed = bench.plan, [], None
     model = bench.model or baselines.elastic_shape(str(bench.shape), plan.weights, bench.progress)
     if plan.timed_shape:
@@ -315,9 +311,6 @@ def replay_beside_whole(
     service: LLMService, asked: decisions.Asked, requests: int, progress: Progress = silent
 ) -> tuple[list[Outcome], list[bool]]:
     """Asks the first requests of a trace.
-
-    Args:
-      progress: called with ("replay", requests done, requests in all).
 
     Returns:
       The outcome of each request, and whether its objective was met at the device's speed at that moment.

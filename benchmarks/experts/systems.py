@@ -63,12 +63,7 @@ _FLOAT_BITS = {"f32": 32, "bf16": 16}
 
 
 def config_of(mixed: Sequence[Path]) -> ModelConfig:
-    """The model that all bundles hold, with its experts stored separately.
-
-    Raises:
-      ConfigError: a bundle's experts are not stored separately, or bundles are of several models.
-      CheckpointError: a bundle cannot be opened.
-    """
+    """The model that all bundles hold, with its experts stored separately."""
     found = set()
     for path in mixed:
         with Bundle.open(path) as bundle:
@@ -482,10 +477,6 @@ def widened_folder(folder: Path, times: int, progress: Progress = silent) -> Pat
 
     Args:
       times: at least 2.
-      progress: called with ("Widening experts", parameters done, parameters in all).
-
-    Raises:
-      ConfigError: the model has no experts, or an odd number of neurons would be added.
     """
     cfg = read_config(folder)
     added = (times - 1) * cfg.expert_ffn_size

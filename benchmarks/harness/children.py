@@ -26,9 +26,6 @@ def in_process(
     Args:
       function: by whose name the process finds it.
       environment: variables of that process, besides those of this one.
-
-    Raises:
-      JaxllmError: the process died; whatever the function raises, too.
     """
     before = {name: os.environ.get(name) for name in environment or {}}
     os.environ.update(environment or {})
@@ -56,9 +53,6 @@ def run_python(what: str, *words: object, **how: Any) -> str:
     Args:
       what: is run, for the error.
       **how: arguments of `subprocess.run`.
-
-    Raises:
-      JaxllmError: it failed; with the last line of its standard error.
     """
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
@@ -90,11 +84,7 @@ class Export:
 
 
 def exported(bundle: Path, out: Path, *options: object) -> Export:
-    """The export that `jaxllm export` makes with some options, in a process of its own.
-
-    Raises:
-      JaxllmError: it failed.
-    """
+    """The export that `jaxllm export` makes with some options, in a process of its own."""
     out.parent.mkdir(exist_ok=True)
     if "litertlm" in options:
         out = out.with_suffix(".litertlm")

@@ -99,9 +99,6 @@ class EnergyMeter:
 
     Args:
       packages: a folder for each, with its counter.
-
-    Raises:
-      OSError, ValueError: a counter cannot be read.
     """
 
     def __init__(self, packages: list[Path]) -> None:
@@ -212,9 +209,6 @@ def array_bytes(arrays: Iterable[jax.Array | np.ndarray]) -> int:
 
     Args:
       arrays: no views; those of JAX on one device that is a CPU.
-
-    Raises:
-      OSError: the system does not tell.
     """
 
     libc, total = ctypes.CDLL(None, use_errno=True), 0

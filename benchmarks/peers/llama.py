@@ -299,13 +299,8 @@ def gguf_of(
       folder: a Hugging Face model folder.
       file_type: one of `FILE_TYPES`, or of `by_package`.
       threads: that the quantizer may use.
-      progress: called with ("Writing GGUF", tensors written, tensors in all).
       by_package: of `PACKAGE_TYPES`, those that the package `gguf` quantizes; llama.cpp does the others.
       vocabulary: metadata of the tokenizer (see `write_gguf`), always the same for a folder.
-
-    Raises:
-      CheckpointError: the folder cannot be read.
-      ConfigError: the model cannot be described (see `refusal`).
     """
     from jaxllm.checkpoints.huggingface import read_config, read_params
 
@@ -374,10 +369,8 @@ def write_gguf(
     """Writes a GGUF file atomically (see `jaxllm.export.gguf_file.write_gguf`).
 
     Args:
-      path: path of the file.
       cfg: config of the model; `refusal(cfg)` is None.
       params: (name, float array) pairs in the order of `param_specs(cfg)`.
-      progress: called with ("Writing GGUF", tensors written, tensors in all).
       kind: one of `PACKAGE_TYPES`.
       vocabulary: metadata of the tokenizer without the prefix `tokenizer.ggml.`; None for one character a
         token.
@@ -401,9 +394,6 @@ def quantize_gguf(source: Path, path: Path, file_type: str, threads: int) -> Non
 
     Every matrix gets the same format (`pure`), the vocabulary's too: otherwise llama.cpp would keep the head
     at Q6_K. `MIXED` is mixed as llama.cpp does. Rows that do not divide into a format's blocks get more bits.
-
-    Raises:
-      JaxllmError: the quantizer fails.
     """
     import llama_cpp
 

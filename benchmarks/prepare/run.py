@@ -46,11 +46,7 @@ _BOUND = 1.2
 
 
 def run(bench: Run[Plan]) -> list[Row]:
-    """Measures one model.
-
-    Raises:
-      JaxllmError: the model cannot be written as GGUF, or a system fails.
-    """
+    """Measures one model."""
     plan, progress = bench.plan, bench.progress
     threads, kinds = process.threads_of(plan.threads), _kinds(bench)
     if bench.shape is not None:

@@ -39,9 +39,6 @@ def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> 
       it was given up), `tokens` of the answer, `cached_tokens` of the prompt (None where it does not tell),
       `status` (of HTTP; 0 where there is none), `error` (None for an answer that ended, `NOT_ANSWERED` for
       what was given up), and `jaxllm` (our object).
-
-    Raises:
-      PeerFailed: the process fails.
     """
     # Here, because the new process must not import it: it brings JAX.
     from benchmarks.harness.children import last_words

@@ -237,7 +237,6 @@ class Cell:
 
     Attributes:
       case: the load.
-      system: its name.
       windows: of each repetition, in order.
     """
 

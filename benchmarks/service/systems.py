@@ -110,11 +110,7 @@ class Arrivals:
 
     @classmethod
     def read(cls, path: Path) -> "Arrivals":
-        """Reads a trace of Azure's LLM inference service (.csv) or of Mooncake (.jsonl).
-
-        Raises:
-          ConfigError: it is neither, cannot be read or is malformed.
-        """
+        """Reads a trace of Azure's LLM inference service (.csv) or of Mooncake (.jsonl)."""
         if path.suffix == ".csv":
             requests = read_azure(path)
         elif path.suffix == ".jsonl":
@@ -263,11 +259,7 @@ class OurService:
         return ABLATIONS[self.ablation][1] if self.ablation else None
 
     def start(self, given: Conditions, progress: Progress) -> "Server":
-        """Starts the server: the whole profile of the device is there before anything is sent.
-
-        Raises:
-          JaxllmError: it cannot be started.
-        """
+        """Starts the server: the whole profile of the device is there before anything is sent."""
         del progress
         port = free_port()
         command, environment = self.command(given, port)
@@ -404,9 +396,6 @@ def systems_of(
       wanted: of `ABLATIONS` and `LLAMA`; empty for all that run here.
       binary: see `LlamaServer`.
       slots: see `LlamaServer`.
-
-    Raises:
-      ConfigError: a system that was named cannot run here.
     """
     systems: list[System] = [OurService()]
     systems += [OurService(each) for each in ABLATIONS if each in wanted or not wanted]
@@ -464,9 +453,6 @@ class Server(Process):
           ready: a path that answers 200 once it can be called; None does not wait for it.
           threads: that it computes with, on as many cores.
           environment: variables besides those of all systems.
-
-        Raises:
-          PeerFailed: it ends, or is not ready in half an hour.
         """
         self.name, self.url = name, f"http://127.0.0.1:{port}"
         super().__init__(command, threads, environment)
@@ -483,11 +469,7 @@ class Server(Process):
             raise PeerFailed(f"the server of {self.name} {self.how_it_ended()}")
 
     def wait_until(self, path: str, there: "Callable[[httpx.Response], bool]") -> None:
-        """Asks for a path until the answer is as it should be.
-
-        Raises:
-          PeerFailed: the process ends, or the answer is not so in half an hour.
-        """
+        """Asks for a path until the answer is as it should be."""
         import httpx
 
         late_s = time.monotonic() + _START_S
@@ -515,14 +497,7 @@ _LATE_S = 120.0
 
 
 def start_rows(name: str, given: Conditions, starts: int, progress: Progress) -> list[Row]:
-    """Times starts of our service, whose buckets an earlier one has left on disk.
-
-    Args:
-      progress: called with ("start", starts done, starts in all).
-
-    Raises:
-      PeerFailed: the service ends, or gives no token in two minutes.
-    """
+    """Times starts of our service, whose buckets an earlier one has left on disk."""
     times = []
     for number in range(starts):
         times.append(1000 * _first_token_s(given))

@@ -65,11 +65,7 @@ def ask(
 
 
 def token_ms(spent: Spent) -> float:
-    """Time per token after the first: over all answers of a task, then the mean over tasks.
-
-    Raises:
-      ConfigError: no answer has a second token.
-    """
+    """Time per token after the first: over all answers of a task, then the mean over tasks."""
     means = [sum(times) / sum(tokens) for times, tokens in spent if sum(tokens)]
     if not means:
         raise ConfigError("no answer had more than one token; give more prompts, or let answers be longer")
@@ -110,9 +106,6 @@ def rouge_l(ours: Answers, target: Answers) -> list[float]:
     """Rouge-L (F1) of each answer, the target's own being the right one; 1 where both are the same text.
 
     LLMCad measures accuracy so (section 4.1).
-
-    Raises:
-      ConfigError: `rouge-score` is not installed.
     """
     pairs = [(a.text, b.text) for task in target for a, b in zip(ours[task], target[task], strict=True)]
     return [1.0 if a == b else rouge([b], a)["rougeL"] for a, b in pairs]
@@ -127,11 +120,7 @@ def spent(answers: Answers) -> Spent:
 
 
 def own_tasks(data: Path | None) -> dict[str, list[TaskExample]]:
-    """The examples of our tasks: stories to continue and to tell, sentences to shorten, chats to sum up.
-
-    Raises:
-      ConfigError: a file is missing or malformed.
-    """
+    """The examples of our tasks: stories to continue and to tell, sentences to shorten, chats to sum up."""
     stories = read_stories(data)
     # Of each story the first words are given.
     words = [each for each in (story.split(" ") for story in stories) if len(each) > 40]
@@ -154,11 +143,7 @@ _CHAT = "multi-turn conversation"
 
 
 def spec_bench(file: Path) -> dict[str, list[TaskExample]]:
-    """The first turns of Spec-Bench by category; those of MT-Bench are one.
-
-    Raises:
-      ConfigError: the file cannot be read, or a line is malformed.
-    """
+    """The first turns of Spec-Bench by category; those of MT-Bench are one."""
     found: dict[str, list[TaskExample]] = {_CHAT: [], **{each: [] for each in _SPEC_BENCH}}
     for number, line in enumerate(read_text(file).splitlines()):
         try:
@@ -192,9 +177,6 @@ def read_prompts(
       file: of Spec-Bench, whose categories are the tasks then; for an encoder-decoder of sources, a line
         each, or what precedes the tab of a pair. None takes `own_tasks`, or the tasks that an
         encoder-decoder's folder names.
-
-    Raises:
-      ConfigError: a file is missing or malformed, or no prompt is that short.
     """
     found = {}
     if file is not None:

@@ -375,13 +375,8 @@ def narrow_bundles(
     """Bundles of a model for STI, by their mean bits of a shard's weight, made unless they are there.
 
     Args:
-      model: a bundle.
       mean_bits: of each bundle; bits that all shards can have are the same for all.
       texts: token ids on which importance is measured, none of them counted otherwise.
-      progress: called with ("Measuring shards", shards done, shards in all).
-
-    Raises:
-      CheckpointError: the model cannot be read.
     """
     with Bundle.open(_without_planes(model)) as bundle:
         digest = hashlib.sha256(repr([list(each) for each in texts]).encode()).hexdigest()[:8]

@@ -136,7 +136,6 @@ class AdapterInputs:
     Attributes:
       rank: r, the maximum rank.
       shapes: shape of each adapted parameter, by level: `[*U, D]`.
-      names: names of the adapters in the folder.
     """
 
     rank: int = option(low=1, high=MAX_DIMENSION)

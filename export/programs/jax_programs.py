@@ -66,8 +66,6 @@ class JaxPrograms(Executor):
         """Makes an executor.
 
         Args:
-          manifest: manifest of the programs.
-          weights: weights of the programs of each level.
           folder: cache of compiled buckets; None caches none.
           tiny_lm: weights of the tiny LM; None for none.
           adapters: adapters that programs accept; None for none.

@@ -25,8 +25,6 @@ class LiveExecutor(JaxPrograms):
 
         Args:
           name: display name of the model.
-          params: its parameters.
-          cfg: its config.
           context_tokens: length of the longest caches.
           **lengths: see `level_signatures`.
         """

@@ -42,7 +42,6 @@ def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
     """The tokenizer of a GGUF file.
 
     Args:
-      file: the file.
       vocab_size: number of rows of the model's embedding.
 
     Raises:

@@ -184,11 +184,7 @@ def _served(model: Path | None, *, aloud: bool) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _service(model: Path | None) -> Iterator[Path]:
-    """Yields the socket of a service that is ready.
-
-    Raises:
-      JaxllmError: it ends before.
-    """
+    """Yields the socket of a service that is ready."""
     with tempfile.TemporaryDirectory() as folder:
         socket = Path(folder) / "jaxllm.sock"
         command = [sys.executable, "-m", "jaxllm.cli.entry", "serve", "--socket", str(socket)]

@@ -148,7 +148,6 @@ def next_experts(
     """The predicted probability of a visit to each expert of a layer.
 
     Args:
-      counts: counts of a text.
       layer: the sparse layer, from 0.
       before: `[M, k]` int, the experts that M tokens visited at the layer before; None if unknown.
       two_before: the same for two layers before.

@@ -269,7 +269,6 @@ def assembled(
     """A calibration from observations.
 
     Args:
-      cfg: config of the model.
       floats: its parameters at the best available precision.
       counts: outliers of each channel, at the steps of layers with a shadow.
       levels: level -> clipping steps `[L, 4]`, and wide ones.

@@ -110,8 +110,6 @@ class Subgraph:
     """A stage of one layer and one chunk.
 
     Attributes:
-      chunk, layer: indices.
-      stage: stage of the layer.
       processor: processor that runs it.
       needs: indices of its dependencies in the prompt's list, all smaller than its own.
     """
@@ -200,11 +198,7 @@ def placed_by_memory(
 
 
 class Dispatcher:
-    """Chooses the next subgraph of a free processor, for one prompt from its first subgraph to its last.
-
-    Attributes:
-      subgraphs: subgraphs of the prompt.
-    """
+    """Chooses the next subgraph of a free processor, for one prompt from its first subgraph to its last."""
 
     def __init__(self, subgraphs: Sequence[Subgraph], times: Times, order: Order = "out-of-order") -> None:
         """Starts a prompt.
@@ -393,7 +387,6 @@ class SpeedProfile:
     """Speeds of two processors, to predict the times of subgraphs that were not measured.
 
     Attributes:
-      name: name of the device.
       integer_gops: 8-bit operations per nanosecond of the integer processor in static subgraphs.
       float_gflops: floating-point operations per nanosecond of the float processor.
       attend_us_per_token: microseconds per token in an attention subgraph besides its products: norms,
@@ -427,8 +420,6 @@ def stage_operations(cfg: ModelConfig, stage: Stage, tokens: int, *, before: int
     """Number of multiplications and additions of one subgraph over `tokens` tokens after `before` others.
 
     Args:
-      cfg: the model.
-      stage: stage of a layer.
       tokens: number of tokens of the chunk.
       before: tokens in the cache.
     """

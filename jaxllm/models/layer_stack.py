@@ -128,7 +128,6 @@ class LayerAt:
     Attributes:
       table: `[2]` uint32, the handle of a weight table.
       row: int32 scalar, the layer's row in the table.
-      form: form of the parameters.
     """
 
     table: jax.Array
@@ -149,7 +148,6 @@ class LayersAt:
     Attributes:
       handles: `[n, 2]` uint32, each of a weight table with one row. They are copies, which keep none open:
         the caller of a step must reference the layers until it has ended.
-      form: form of the parameters.
     """
 
     handles: jax.Array | np.ndarray

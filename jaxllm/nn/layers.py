@@ -334,12 +334,10 @@ def cached_attention(
     Args:
       new: queries, and keys and values to write; sink logits are those of `options`.
       rotary: cos and sin `[T, R]` of `rotary_cos_sin`; None without rotary embedding.
-      past: the layer's keys and values.
       mask: `[T, S]` bool, `at.visible` with the same window; after coded chunks only its shape matters.
       at: positions of the new tokens in the cache, and the number of valid ones; others are not written.
       mass: attention mass to add to, float32: `[B, S]`, summed over queries; or for a token tree `[B, 1 +
         T, S]`, per new token, after an entry 0 that stays unchanged; or None.
-      options: options of the layer.
       used: number of used kv heads among the K; None for all. Outputs of the other heads are undefined, and
         they add nothing to the mass.
 

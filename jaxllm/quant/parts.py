@@ -108,7 +108,6 @@ class StackEntry(Shaped):
 
     Attributes:
       stack: `[n, ...]`, of n layers.
-      index: the layer's.
     """
 
     def __init__(self, stack: jax.Array, index: int) -> None:

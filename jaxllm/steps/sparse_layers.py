@@ -85,7 +85,6 @@ def attend_layer(
       params: parameters of the layer, without experts.
       next_routers: "router" and "ffn_norm" of the next sparse layers, nearest first.
       x, at, past, mass: see `decoder.forward_layer`; x, past and mass are donated.
-      of: the layer.
 
     Returns:
       The tokens before the experts, a buffer for the outputs of all tiles, keys and values, the mass.

@@ -50,7 +50,6 @@ class Labels:
 
     Attributes:
       instruction: instruction for the model; it names the labels.
-      labels: all labels.
       renamed: label in the files -> our label; empty if they are the same.
     """
 

@@ -17,9 +17,7 @@ class Elements:
     """Arguments as elements such as `<parameter=KEY>VALUE</parameter>`.
 
     Attributes:
-      before: text before each key.
       between: text between a key and its value, by the value's JSON type in the order of `JSON_TYPES`.
-      after: text after each value.
       quoted: whether strings are in quotes, as in JSON; otherwise they are raw.
       python: the types whose values are Python's (`True`), not JSON's.
     """

@@ -83,7 +83,6 @@ def prompt_text(
     instruction is put in the user's turn. Only a text to continue may spell special tokens.
 
     Args:
-      tokenizer: tokenizer of the model.
       prompt: prompt to render.
       now: time for templates.
 

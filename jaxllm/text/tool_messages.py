@@ -23,7 +23,6 @@ def adapted(
     """Messages and tools as a template of this format requires them.
 
     Args:
-      found: format of the template.
       messages: messages, with arguments of calls as objects.
       tools: tools in OpenAI's format; none of them are returned if the messages describe them.
     """

@@ -387,9 +387,6 @@ class Splits:
         """Reads both splits' tokens from `folder`, after writing them if necessary.
 
         Args:
-          corpus: the documents.
-          encoder: encoder of the documents.
-          settings: settings of the run.
           folder: folder of the token files.
           loader: way to make rows.
           own: the rows of each batch that this process fills (see `jaxllm.training.loop.parallel.own_rows`).

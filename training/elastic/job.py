@@ -68,7 +68,6 @@ def at_level(params: Params, counts: Counts, cfg: ModelConfig) -> dict[str, Any]
     Args:
       params: float arrays of the whole model, units in order, equal layers in stacks or not.
       counts: counts of the level, with unstacked layers or stacked like `params`.
-      cfg: config of the whole model.
     """
     own = stacked(counts, cfg) if is_stacked(params) and not is_stacked(counts) else counts
     return {**used_experts(params, own), **own}
@@ -115,9 +114,6 @@ def adapter_of_level(cfg: ModelConfig, part: ModelConfig, lora: LoraConfig, seed
     lacks.
 
     Args:
-      cfg: config of the whole model.
-      part: config of the level.
-      lora: config of the adapter.
       seed: seed of its random factors.
     """
     return wide_adapter(cfg, jax.device_get(init_adapter(part, lora, jax.random.key(seed))))
@@ -220,9 +216,7 @@ def joint_job(
     the next-token loss, and with `original` also its divergence from that model's distribution.
 
     Args:
-      cfg: config of the whole model.
       params: its initial float32 parameters, units in order.
-      ladder: the levels.
       settings: settings of the training.
       original: model that the whole model stays close to; None for no constraint.
     """
@@ -283,10 +277,7 @@ def level_job(
     switches to another.
 
     Args:
-      cfg: config of the whole model.
       params: its parameters, units in order.
-      ladder: the levels.
-      recipe: recipe of the adapters.
     """
     frozen: dict[str, Any] = {**params, **level_counts(cfg, ladder, FULL_LEVEL)}
     job, share = lora_job(cfg, frozen, recipe), recipe.teacher_share if adapters else 0.0
@@ -331,11 +322,7 @@ def cut_level_job(
     Losses are those of `level_job`.
 
     Args:
-      cfg: config of the whole decoder.
       params: its parameters, units in order.
-      ladder: the levels.
-      level: the level.
-      recipe: recipe of the adapters.
       before: adapter of a larger level to begin at, cut to the units of this one; empty for a new one.
     """
     part = sub_config(cfg, ladder, level)

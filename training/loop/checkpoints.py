@@ -323,7 +323,6 @@ class Checkpoints:
         """Reads the state after `step` steps.
 
         Args:
-          step: step of a checkpoint.
           abstract: tree of `jax.ShapeDtypeStruct` with the shardings that the leaves get.
 
         Raises:

@@ -54,7 +54,6 @@ def step_flops_per_token(cfg: ModelConfig, row_tokens: int, *, adapter: bool = F
     token attends to half of it on average.
 
     Args:
-      cfg: the model.
       row_tokens: T.
       adapter: whether weights are frozen, so that the backward pass computes no products for them.
     """
@@ -110,7 +109,6 @@ def explain_memory_errors(
 
     Args:
       step: function that returns the compiled step, or None if compilation itself ran out of memory.
-      settings: settings of the step.
 
     Raises:
       ConfigError: a device or a block of a kernel has too little memory; the message has the compiler's

@@ -85,7 +85,6 @@ def target_hidden(
       params: floats, or frozen weights of any format, also with adapters; a level has the counts of its
         units (see `jaxllm.training.elastic.job`).
       batch: the pairs.
-      cfg: config of the whole model.
 
     Returns:
       The parameters in the dtypes of the computation; hidden states `[B, T, D]` of the targets after the

@@ -230,7 +230,6 @@ def train_seq2seq(
 
     Args:
       recipe: recipe of the run. On resumption only duration and logging may differ from the run's own.
-      run: the run.
       tokenizer: `tokenizer.json` of another such run; None trains one.
       teacher: Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
 
@@ -310,7 +309,6 @@ def encoded_rows(
     """Encodes pairs, each source after its prefix, and puts them into rows.
 
     Args:
-      pairs: the texts.
       tokenizer: tokenizer of `pair_tokenizer`.
       rows_multiple: divisor of the number of rows of every batch.
     """

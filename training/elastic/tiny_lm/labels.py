@@ -240,7 +240,6 @@ class Questions:
     """Questions on either side of a split.
 
     Attributes:
-      all: of all tasks.
       held_out: `[N]` bool, by content, variants of one question together.
       numbers: `[N]` int, number within its task, from 0; the first ones are a fair sample of all.
     """
@@ -260,8 +259,6 @@ def read_questions(recipe: TinyLmRecipe, data: Path, tokenizer: Tokenizer, windo
     """Reads the questions of a recipe's tasks from their training splits.
 
     Args:
-      recipe: the run.
-      data: the folder of all data.
       tokenizer: the large model's.
       window_tokens: the large model's; questions longer than this with an answer are left out.
 
@@ -340,7 +337,6 @@ def kept_support(
     """Reads tokens' support of right answers from a file, or measures it and writes the file.
 
     Args:
-      path: of the file.
       questions: those to measure.
       make: measures (see `token_support`).
     """
@@ -390,7 +386,6 @@ def token_support(
 
     Args:
       model: the elastic model.
-      questions: questions with options.
       steps: number of points on the way from the mean embedding to the token's own.
       on_measured: callback for (questions done, all questions) after each dispatch.
 
@@ -442,9 +437,7 @@ def question_score_rows(
     Args:
       questions: N questions.
       support: support of each question's tokens (see `token_support`).
-      reader: reader of rows.
       source: number of these rows' source.
-      weight: weight of each label.
 
     Raises:
       ConfigError: no question has more than one droppable word.
