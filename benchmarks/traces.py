@@ -5,9 +5,7 @@ objective, Poisson arrivals, and a skew of the number of requests per app. A tra
 that it can be replayed without the data sets.
 
 Apps switch between contexts (LLMS, arXiv 2403.11805, section 4, equation 5): some active contexts, called
-over 72 hours in one of three patterns. Lengths are drawn from those of real calls. Traces of real services
-can be read instead; their requests come much faster and are much longer, so that they are slowed down and
-scaled.
+over 72 hours in one of three patterns. Arrivals and lengths can be read from traces of real services, too.
 """
 
 import csv
@@ -25,7 +23,6 @@ from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import open_regular
-from jaxllm.options import check_options, option
 from jaxllm.serving.elastic.objectives import Cost
 from jaxllm.serving.evaluation.tasks import is_right
 from jaxllm.serving.host.progress import Progress
@@ -95,7 +92,7 @@ def make_trace(
     return trace
 
 
-def write_trace(path: Path, trace: "Iterable[TraceRequest | ContextCall]") -> None:
+def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
     """Writes a trace, a JSON line per call, whole or not at all."""
     write_lines(path, map(dataclasses.asdict, trace))
 
@@ -230,8 +227,6 @@ def totals_by_slo(outcomes: Sequence[Outcome]) -> dict[str, Totals]:
 
 
 HOURS = 72.0
-MAX_CONTEXTS = 100_000
-_MAX_TOKENS = 1 << 24
 Lengths = tuple[int, int]
 
 
@@ -242,17 +237,13 @@ class ContextCall:
     Attributes:
       time_s: seconds from the trace's beginning.
       context: number of the context, from 0.
-      prompt_tokens: that the prompt adds to the context.
-      answer_tokens: that the answer adds.
+      prompt_tokens, answer_tokens: that the prompt and the answer add to the context.
     """
 
-    time_s: float = option(low=0)
-    context: int = option(low=0, high=MAX_CONTEXTS - 1)
-    prompt_tokens: int = option(low=1, high=_MAX_TOKENS)
-    answer_tokens: int = option(low=1, high=_MAX_TOKENS)
-
-    def __post_init__(self) -> None:
-        check_options(self)
+    time_s: float
+    context: int
+    prompt_tokens: int
+    answer_tokens: int
 
 
 def _uniform(contexts: int, draw: random.Random) -> Iterator[int]:
@@ -293,7 +284,6 @@ def make_switching(
     *,
     contexts: int,
     calls: int,
-    hours: float = HOURS,
     seed: int = 0,
 ) -> list[ContextCall]:
     """Draws a trace: calls by a Poisson process, contexts by a pattern.
@@ -309,7 +299,7 @@ def make_switching(
         raise ConfigError("a trace needs the lengths of at least one real call")
     draw, ordered = random.Random(seed), sorted(lengths, key=lambda each: (sum(each), each))
     # Of a Poisson process of so many calls.
-    times = sorted(draw.uniform(0, hours * 3600) for _ in range(calls))
+    times = sorted(draw.uniform(0, HOURS * 3600) for _ in range(calls))
     called = itertools.islice(PATTERNS[pattern](contexts, draw), calls)
     trace = []
     for time_s, context in zip(times, called, strict=True):
@@ -343,21 +333,17 @@ def read_azure(path: Path) -> list[tuple[float, Lengths]]:
     return requests
 
 
-def read_mooncake(path: Path, *, time_scale: float = 1.0, token_scale: float = 1.0) -> list[ContextCall]:
-    """The calls of Mooncake's conversation trace (JSON lines: timestamp in ms, input_length, output_length
-    and hash_ids, which name the blocks of the prompt by all that precedes them).
+def read_mooncake(path: Path) -> list[tuple[float, Lengths]]:
+    """The requests of Mooncake's conversation trace (JSON lines: timestamp in ms, input_length, output_length
+    and hash_ids, which name the blocks of the prompt by all that precedes them), as of `read_azure`.
 
     A request continues a conversation if it shares blocks with it, other than the first block, which all
     requests share; it adds its prompt less the conversation's tokens so far.
-
-    Args:
-      time_scale: times are multiplied by this.
-      token_scale: lengths are multiplied by this.
     """
     of_block: dict[int, int] = {}
     conversation_tokens: list[int] = []
 
-    def call(line: bytes) -> ContextCall:
+    def request(line: bytes) -> tuple[float, Lengths]:
         try:
             data = json.loads(line)
             time_s, blocks = float(data["timestamp"]) / 1000, [int(each) for each in data["hash_ids"]]
@@ -373,14 +359,9 @@ def read_mooncake(path: Path, *, time_scale: float = 1.0, token_scale: float = 1
         added = prompt - conversation_tokens[context] if prompt > conversation_tokens[context] else prompt
         conversation_tokens[context] = prompt + answer
         of_block.update(dict.fromkeys(own, context))
-        return ContextCall(
-            time_s=time_s * time_scale,
-            context=context,
-            prompt_tokens=max(1, round(added * token_scale)),
-            answer_tokens=max(1, round(answer * token_scale)),
-        )
+        return time_s, (max(1, added), max(1, answer))
 
-    return read_lines(path, call)
+    return read_lines(path, request)
 
 
 Entry = TypeVar("Entry")

@@ -111,14 +111,9 @@ class Arrivals:
     @classmethod
     def read(cls, path: Path) -> "Arrivals":
         """Reads a trace of Azure's LLM inference service (.csv) or of Mooncake (.jsonl)."""
-        if path.suffix == ".csv":
-            requests = read_azure(path)
-        elif path.suffix == ".jsonl":
-            calls = read_mooncake(path)
-            requests = [(each.time_s, (each.prompt_tokens, each.answer_tokens)) for each in calls]
-        else:
+        if path.suffix not in (".csv", ".jsonl"):
             raise ConfigError(f"{path}: a trace is Azure's .csv or Mooncake's .jsonl")
-        requests.sort()
+        requests = sorted((read_azure if path.suffix == ".csv" else read_mooncake)(path))
         return cls([time for time, _ in requests], [lengths for _, lengths in requests])
 
 
