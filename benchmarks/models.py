@@ -249,11 +249,7 @@ SWITCHES = {
 
 
 def shape_folder(name: str, progress: Progress) -> Path:
-    """The Hugging Face folder of a shape, drawn unless it is there.
-
-    Args:
-      name: of `SHAPES` or `ENCODER_DECODERS`.
-    """
+    """The Hugging Face folder of a shape, drawn unless it is there."""
     cfg = (SHAPES | ENCODER_DECODERS)[name]
     return made_once("shapes", f"v{_VERSION}", name, write=lambda folder: write_random(folder, cfg, progress))
 
@@ -272,11 +268,7 @@ def write_random(
 
 def switch_bundle(name: str, progress: Progress) -> Path:
     """The bundle of one of `SWITCHES`, drawn unless it is there, a layer's experts in memory at a time. Every
-    other expert has 2 bits, the others 4, for random weights cannot be calibrated; all else has 8.
-
-    Args:
-      name: of `SWITCHES`.
-    """
+    other expert has 2 bits, the others 4, for random weights cannot be calibrated; all else has 8."""
     return made_once(
         "shapes", f"v{_VERSION}", f"{name}.jaxllm",
         write=lambda path: write_random_switch(path, SWITCHES[name], progress),
@@ -345,11 +337,7 @@ def calibrated_model(model: Path, progress: Progress) -> tuple[Path, Path]:
 
 
 def calibrated_shapes(name: str, progress: Progress) -> tuple[Path, Path]:
-    """The bundle of a shape with outliers at 8 bits with a calibration, and one in floats, made unless there.
-
-    Args:
-      name: of `SHAPES`.
-    """
+    """The bundles of a shape with outliers, at 8 bits with a calibration and in floats, made unless there."""
     # A change of this function needs another version of the files.
     folder = cache_folder() / "benchmarks" / "prefill" / "v3"
     integer, floats = folder / f"{name}-int8.jaxllm", folder / f"{name}-f32.jaxllm"

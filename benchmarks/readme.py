@@ -40,12 +40,11 @@ class Claim:
 
     Attributes:
       name: of the command that prints it; claims of one name are of one run.
-      claim: in words.
       command: that prints it, without `--json`.
       case: a pattern that matches one case of the rows whole.
       rivals: systems of which the strongest is named; all must have been measured.
       also: systems that are named besides, for what they say about the first two.
-      detail: a pattern of what is told of each system from its row's note; "" for nothing.
+      detail: a pattern of what its row's note says of each system; "" for nothing.
     """
 
     name: str
@@ -101,9 +100,9 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def recorded(path: Path = RECORDED) -> list[dict[str, Any]]:
+def recorded() -> list[dict[str, Any]]:
     """The runs that were recorded, by name in the order of `CLAIMS`."""
-    return json.loads(path.read_text()) if path.exists() else []
+    return json.loads(RECORDED.read_text()) if RECORDED.exists() else []
 
 
 def kept_rows(claims: Sequence[Claim], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

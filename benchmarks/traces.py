@@ -112,14 +112,10 @@ class Outcome:
     """The outcome of one request.
 
     Attributes:
-      request: of the trace.
       right: whether the answer was the right one.
       met: whether the answer met its objective.
-      cost: of the answer.
-      level: that answered.
       kept_share: share of the prompt's tokens that were kept.
       source: of the plan (see `Plan`); "failed" where there is no answer, whose numbers are then all 0.
-      planning_ms: time to plan.
       confident: whether the plan should have met the objective with the service's confidence (see `Plan`).
       failure: why there is no answer; None where there is one.
     """
@@ -147,9 +143,6 @@ def replay(
     service, not a queue.
 
     A request that does not fit the context fails: it is neither right nor in time.
-
-    Args:
-      answer_tokens: most tokens of an answer.
     """
     outcomes = []
     for done, request in enumerate(trace, start=1):
@@ -176,8 +169,6 @@ class Totals:
     """Means over the requests of one objective, or of all.
 
     Attributes:
-      requests: number of requests.
-      failed: number of requests without an answer.
       accuracy: share of right answers, in time or not.
       met: share that met the objective, right or not.
       right_and_met: share of right answers that met the objective.
@@ -290,10 +281,6 @@ def make_switching(
 
     Each context has a workload of its own: the lengths of real calls, by their sum, are divided among the
     contexts in order, and a context draws from its own.
-
-    Args:
-      pattern: one of `PATTERNS`.
-      lengths: (prompt, answer) tokens of real calls.
     """
     if not lengths:
         raise ConfigError("a trace needs the lengths of at least one real call")

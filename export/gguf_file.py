@@ -48,7 +48,6 @@ def write_plain_gguf(path: Path, model: PlainModel, precision: str) -> ModelConf
     """Writes a file atomically. Returns the config of its model.
 
     Args:
-      model: plain model of the level.
       precision: precision of its matrices, a key of `TYPES`; rows that do not divide into blocks are F16.
 
     Raises:

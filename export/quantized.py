@@ -319,7 +319,6 @@ def static_level(
 
     Args:
       subject: result of `quantized_subject`, and of `with_shadow` if it is calibrated.
-      level: level in percent.
       scales: scales of weights, by name.
       ranges: ranges of the level's products.
     """

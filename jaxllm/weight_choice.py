@@ -55,21 +55,21 @@ class WeightPlan:
         """Bits of a parameter."""
         return 8 if name in self.wide else parameter_bits(name, param_specs(cfg)[name], self.weights)
 
+    def parameter_bytes(self, name: str, cfg: ModelConfig) -> int:
+        """Size of a parameter in a bundle, with padding."""
+        spec, bits = param_specs(cfg)[name], self.bits(name, cfg)
+        if bits > 8:
+            return int(np.prod(spec.shape, dtype=np.int64)) * bits // 8 + ALIGN
+        four = bits == 4
+        data, scale = blocked_shapes(
+            spec.shape, bits=bits, group=32 if four else 0, axis=contracted_axis(spec),
+            minima=four and self.weights == "int4",
+        )  # fmt: skip
+        return int(np.prod(data)) + int(np.prod(scale)) * (2 if four else 4) + 2 * ALIGN
+
     def size_bytes(self, cfg: ModelConfig) -> int:
         """Size of all parameters in a bundle, with padding."""
-        total, specs = 0, param_specs(cfg)
-        for name, spec in specs.items():
-            bits = self.bits(name, cfg)
-            if bits > 8:
-                total += int(np.prod(spec.shape, dtype=np.int64)) * bits // 8 + ALIGN
-                continue
-            four = bits == 4
-            data, scale = blocked_shapes(
-                spec.shape, bits=bits, group=32 if four else 0, axis=contracted_axis(spec),
-                minima=four and self.weights == "int4",
-            )  # fmt: skip
-            total += int(np.prod(data)) + int(np.prod(scale)) * (2 if four else 4) + 2 * ALIGN
-        return total + (cfg.layers + 4) * PAGE
+        return sum(self.parameter_bytes(name, cfg) for name in param_specs(cfg)) + (cfg.layers + 4) * PAGE
 
     def described(self, cfg: ModelConfig) -> str:
         """The plan in words."""

@@ -196,7 +196,6 @@ def text_tokens(bundle: "Bundle", count: int, paths: Sequence[Path]) -> list[int
     """Returns the first `count` tokens of concatenated texts, or all.
 
     Args:
-      count: maximum number of tokens.
       paths: files; Python's language reference if empty.
 
     Raises:

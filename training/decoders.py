@@ -344,7 +344,6 @@ def tune(trainer: Trainer, splits: Splits | PairSplits, run: Run) -> tuple[float
 
     Args:
       trainer: trainer of a job whose initial parameters compute what the model computes.
-      splits: tokens of the run.
 
     Returns:
       The model's held-out loss before, in nats per token, and the best checkpoint.
@@ -393,7 +392,6 @@ def train_on(recipe: PretrainRecipe, model: Path, run: Run) -> Path:
 
     Args:
       recipe: recipe of the run; its model is replaced by the folder's.
-      model: Hugging Face folder to start from.
 
     Returns:
       The Hugging Face folder, `hf` in the run's.
@@ -519,7 +517,6 @@ def claimed_splits(
 
     Args:
       model: the model; for an encoder-decoder the sources are of pairs.
-      mesh: mesh that divides the rows.
       shortened_share: see `Corpus`.
       weights: name of the output weights, if the run depends on them.
 

@@ -279,7 +279,6 @@ def write_with_outliers(model: Path, out: Path, factor: float = 4.0) -> None:
 
     Args:
       model: a bundle of 8 bits with a scale per channel.
-      factor: a power of two.
     """
     with Bundle.open(model) as bundle:
         cfg = bundle.cfg
@@ -384,12 +383,7 @@ def _setting_rows(engine: Engine, setting: Setting, bench: Run[Plan]) -> list[Ro
 
 
 def flat_widths(count: int, budget_bytes: int, sizes: Mapping[int, int]) -> np.ndarray:
-    """Two neighbouring widths, the wider of which is spread evenly over `count` chunks.
-
-    Args:
-      budget_bytes: that all take at most.
-      sizes: bits -> bytes of a chunk.
-    """
+    """Two neighbouring widths, the wider of which is spread evenly over `count` chunks."""
     for wide, narrow in zip(WIDTHS, (*WIDTHS[1:], WIDTHS[-1]), strict=True):
         left = budget_bytes - count * sizes[narrow]
         if left < 0:

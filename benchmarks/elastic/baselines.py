@@ -59,12 +59,7 @@ RESIDENT = "PFS"
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """One of a baseline's models.
-
-    Attributes:
-      engine: of the whole model, by which it is timed.
-      change_ms: time to change to it.
-    """
+    """One of a baseline's models."""
 
     name: str
     engine: Engine
@@ -91,7 +86,7 @@ def open_baselines(
     Args:
       plain: models of other sizes, for PFS; none leaves it out.
       pruned: an elastic bundle, for LLM-Pruner; None takes ours.
-      layer_subsets: how many sizes LE has besides the whole model; 0 stands for all that there are.
+      layer_subsets: how many sizes LE has besides the whole model; 0 for all.
     """
     found = {}
     if plain:
@@ -224,7 +219,6 @@ def elastic_shape(
     the other bundle's has none. The order of units is arbitrary: speed does not depend on it.
 
     Args:
-      name: of `SHAPES`.
       like: an elastic bundle whose levels, tokenizer and vocabulary it takes.
     """
     folder = shape_folder(name, progress)

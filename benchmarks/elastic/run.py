@@ -58,7 +58,6 @@ def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list
     """A trace on every system and in the service, and the costs of levels where they are asked for.
 
     Args:
-      model: an elastic bundle.
       timed_model: an elastic bundle whose levels are timed in the model's place (see `baselines.py`); None
         times the model.
     """
@@ -176,12 +175,7 @@ def cases(slos: Iterable[Slo]) -> list[str]:
 def trace_rows(
     found: Mapping[str, decisions.Choices], asked: decisions.Asked, remarks: Mapping[str, str]
 ) -> list[Row]:
-    """Shares of every system, by objective and over all, ours against each other on the same requests.
-
-    Args:
-      found: the choices of each, ours among them.
-      remarks: by system, how it ran.
-    """
+    """Shares of every system, by objective and over all, ours against each other on the same requests."""
     slos = [request.slo for request in asked.trace]
     rows = []
     for case in cases(slos):
@@ -243,7 +237,6 @@ def planning_rows(outcomes: Sequence[Outcome], asked: decisions.Asked, pass_ms: 
     of the replay had to be planned.
 
     Args:
-      outcomes: of the trace's first requests.
       pass_ms: `[N]`, time of the tiny LM's pass over each question.
     """
     whole_ms = asked.whole_ms[0]

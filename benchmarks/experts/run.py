@@ -155,7 +155,7 @@ class Mixture:
         self, names: Sequence[str], setting: systems.Setting, device: Device
     ) -> tuple[dict[str, systems.Measured], dict[str, str | None]]:
         """Times all systems in turns, and how each ran; of baselines of a task that do not fit into the
-        memory, tells."""
+        memory, says so."""
         engines: dict[str, Engine] = {}
         for name in names:
             try:
@@ -313,7 +313,6 @@ class TaskPairs:
     """A task.
 
     Attributes:
-      pairs: of sources and targets.
       prefix: in front of each source; None for the model's own.
       called: in rows; empty for the only one.
       labels: whether targets are labels: an answer is then right or wrong, instead of judged by Rouge-2.

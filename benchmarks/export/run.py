@@ -175,8 +175,7 @@ def opening_rows(
     """Times to export, load and build, sizes of files, and memory.
 
     Args:
-      children: the systems, open.
-      runtime: what LiteRT-LM told; None where it did not run.
+      runtime: what LiteRT-LM reported; None where it did not run.
     """
     rows = []
     for system, export in exports.items():
@@ -272,7 +271,6 @@ def make_exports(
     """Exports a bundle in every format whose packages are installed.
 
     Args:
-      scratch: a folder for the exports.
       text: its end calibrates w8a8; None leaves that out.
 
     Returns:
@@ -377,7 +375,6 @@ def quantize_folder(floats: Export, out: Path) -> Export:
 
     Args:
       floats: made by `jaxllm export --format tflite`.
-      out: a folder that is not there yet.
     """
     manifest, began = Manifest.read(floats.path), time.perf_counter()
     (model,) = {each.file for each in manifest.signatures}

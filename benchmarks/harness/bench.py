@@ -178,7 +178,7 @@ class Run(Generic[Sizes]):
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **sizes))
 
     def without(self, parts: Sequence[str], why: str) -> Self:
-        """The same run without the parts that cannot be measured; tells which ones these are."""
+        """The same run without the parts that cannot be measured; reports them."""
         chosen: tuple[str, ...] = self.plan.parts  # pyright: ignore[reportAttributeAccessIssue]
         unmeasured = [each for each in chosen if each in parts]
         if unmeasured and len(unmeasured) == len(chosen):
@@ -289,11 +289,7 @@ def benchmark(
 
 
 def parts_of(parts: Mapping[str, str]) -> Any:
-    """The field `parts` of a plan: all parts of a benchmark, unless some are chosen.
-
-    Args:
-      parts: name -> what it measures.
-    """
+    """The field `parts` of a plan: all parts of a benchmark, unless some are chosen."""
     explained = "; ".join(f"{name}: {what}" for name, what in parts.items())
     text = f"Run this part alone ({explained})."
     return sized(tuple(parts), text, "--only", type=click.Choice(list(parts)), default="all parts")

@@ -64,7 +64,7 @@ class Subject:
 
 
 def subjects(model: Path, plan: Plan, stage: str, progress: Progress = silent) -> Iterator[Subject]:
-    """The model as it is and with outliers put in, as the plan asks; `progress` is told of the stage."""
+    """The model as it is and with outliers put in, as the plan asks; `progress` gets the stage."""
     checkpoint = Checkpoint.find(model, progress)
     folder = checkpoint.folder(progress)
     cfg, files = checkpoint.cfg, read_tokenizer(folder)

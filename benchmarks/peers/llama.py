@@ -102,7 +102,7 @@ class LlamaCppSession:
             "bits_per_weight": 8 * weight_bytes / sum(count for _, count in sizes.values()),
             # One row of an embedding is read; a tied one is the head too, and read whole.
             "step_bytes": weight_bytes - (0 if tied else sizes["token_embd.weight"][0]),
-            # The buffers that weights were packed into, such as AMX or REPACK, tell which kernels run.
+            # The buffers that weights were packed into, such as AMX or REPACK, show which kernels run.
             "format": f"{self._format} in {' and '.join(self._buffers)} buffers",
         }
 
@@ -440,7 +440,7 @@ def _characters(size: int) -> dict[str, Any]:
         "model": "llama",
         "tokens": [text_of_token(each) for each in range(size)],
         "scores": [0.0] * size,
-        # SPM's kinds of tokens: one that stands for unknown ones, and normal ones.
+        # SPM's kinds of tokens: one of unknown ones, and normal ones.
         "token_type": [2] + [1] * (size - 1),
         # It needs some; the last token is as seldom chosen as any.
         "bos_token_id": size - 1,

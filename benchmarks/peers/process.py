@@ -59,7 +59,6 @@ class Process:
         """Starts the process.
 
         Args:
-          environment: variables besides those of all systems.
           **how: further arguments of `subprocess.Popen`; what it prints goes into a file otherwise.
         """
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
@@ -138,11 +137,7 @@ class Child(Process):
         *,
         command: Sequence[str] = _COMMAND,
     ) -> None:
-        """Starts the process and opens the model.
-
-        Args:
-          command: a program that speaks the protocol of `child.py`.
-        """
+        """Starts the process and opens the model."""
         self.label = label
         self.peak_bytes = 0
         self.disturbed: bool | None = None
@@ -275,7 +270,6 @@ class Result:
       readable_bytes: bytes that memory could have delivered while the further tokens were decoded, by its
         bandwidth just before and after; 0 where that is not measured.
       disturbed: samples among those kept during which other processes computed.
-      samples: number of samples kept.
     """
 
     ms: Mapping[str, float]

@@ -206,12 +206,7 @@ _SPLIT_NAME = "llama-bpe"
 
 
 def byte_pairs(size: int, texts: Iterable[Path]) -> tuple[TokenizerFiles, int]:
-    """A tokenizer of `size` entries, and how many of them were learned of the texts.
-
-    Args:
-      size: at least the 256 bytes.
-      texts: UTF-8 files.
-    """
+    """A tokenizer of `size` entries, and how many of them were learned of the texts."""
     library = Tokenizer(models.BPE(ignore_merges=True))
     library.pre_tokenizer = pre_tokenizers.Sequence(
         [

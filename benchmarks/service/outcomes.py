@@ -29,7 +29,6 @@ class Outcome:
     """What came of one request.
 
     Attributes:
-      app: number of the app.
       due_s: when it was due, in seconds from the beginning of the load.
       late_s: how much later it was sent; large values are the load generator's fault.
       status: "answered", "refused" (too many calls) or "failed".
@@ -42,7 +41,7 @@ class Outcome:
       limits_ms: most TTFT and TPOT.
       level: that answered, in percent; None for systems without levels.
       kept_tokens: of the prompt, by the plan; None for systems without plans.
-      reused_tokens: of the prompt, from a cache; None where the system does not tell.
+      reused_tokens: of the prompt, from a cache; None where the system does not report it.
     """
 
     app: int
@@ -233,12 +232,7 @@ def _resampled(sums: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What one system did under one load.
-
-    Attributes:
-      case: the load.
-      windows: of each repetition, in order.
-    """
+    """What one system did under one load."""
 
     case: str
     system: str
@@ -261,12 +255,7 @@ class Cell:
 
 
 def load_rows(cells: Sequence[Cell], *, objectives: bool) -> list[Row]:
-    """Rows of every case and metric.
-
-    Args:
-      cells: of all systems and loads.
-      objectives: whether there were limits of time.
-    """
+    """Rows of every case and metric."""
     rows = []
     for case in dict.fromkeys(cell.case for cell in cells):
         own = [cell for cell in cells if cell.case == case]
@@ -280,7 +269,6 @@ def memory_rows(name: str, peaks: Mapping[str, Sequence[int]], shares: Mapping[s
     """Rows of peak memory.
 
     Args:
-      peaks: bytes of each system's processes.
       shares: proportional share of memory (PSS) of each system's last process at its end.
     """
     if not peaks:

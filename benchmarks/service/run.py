@@ -35,12 +35,7 @@ from jaxllm.serving.ground.bundles import open_model
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Times of the idle whole model.
-
-    Attributes:
-      tokens: lengths of prompts, ascending.
-      tpot_ms: after the longest prompt's half.
-    """
+    """Times of the idle whole model."""
 
     tokens: tuple[int, ...]
     ttft_ms: tuple[float, ...]

@@ -56,7 +56,6 @@ class Request:
       time_s: when, in seconds from the beginning; 0 where clients wait for answers.
       app: number of the app in `APPS`, and of its objective in `SLOS`.
       prompt: token ids.
-      answer_tokens: to be answered.
     """
 
     time_s: float = 0.0
@@ -73,7 +72,6 @@ class Sizes:
       prompt_tokens, answer_tokens: medians.
       deviation: of the logarithms.
       context_tokens: most tokens of prompt and answer together.
-      vocab_size: number of token ids.
     """
 
     prompt_tokens: int
@@ -124,11 +122,7 @@ def draw_lengths(sizes: Sizes, count: int, draw: random.Random) -> list[Lengths]
 
 
 def poisson(sizes: Sizes, *, rate_per_s: float, duration_s: float, seed: int) -> list[Request]:
-    """Requests of a Poisson process.
-
-    Args:
-      rate_per_s: mean number of requests per second.
-    """
+    """Requests of a Poisson process."""
     draw = random.Random(seed)
     times = [draw.expovariate(rate_per_s)]
     while times[-1] < duration_s and len(times) < 100_000:
@@ -144,7 +138,6 @@ def from_trace(
     together so that the trace's median prompt and answer are those of the sizes.
 
     Args:
-      rate_per_s: mean number of requests per second.
       duration_s: in which they are sent.
       seed: chooses which part of the trace is sent.
 
@@ -154,7 +147,7 @@ def from_trace(
     count = max(2, min(round(rate_per_s * duration_s), len(arrivals.times_s)))
     start = random.Random(seed).randrange(len(arrivals.times_s) - count + 1)
     times = arrivals.times_s[start : start + count]
-    # Requests of one moment, as a trace may begin with, are spread as little as a clock can tell.
+    # Requests of one moment, as a trace may begin with, are spread as little as a clock shows.
     span_s = max(times[-1] - times[0], 1e-6)
     faster = span_s / duration_s
     prompts, answers = (sorted(each[side] for each in arrivals.lengths) for side in (0, 1))
@@ -220,10 +213,8 @@ class Conditions:
       model: the bundle that ours serves.
       floats: a Hugging Face folder of the same weights, for peers; None where there is no peer.
       weights: width of the bundle's weights.
-      threads: that each computes with.
       context_tokens: most tokens of prompt and answer together.
       end_ids: tokens that end an answer of the model; answers have the length that was asked for.
-      folder: for files of the servers.
       keys: of the apps, in the order of `APPS`.
     """
 
@@ -313,7 +304,6 @@ class LlamaServer:
 
     Attributes:
       binary: path of `llama-server`; None for llama-cpp-python's.
-      slots: answers that the binary decodes together.
     """
 
     binary: Path | None = None
@@ -424,12 +414,7 @@ def free_port() -> int:
 
 
 class Server(Process):
-    """A running server. A context manager; leaving it ends the process.
-
-    Attributes:
-      name: of the system, in messages.
-      url: of its HTTP.
-    """
+    """A running server. A context manager; leaving it ends the process."""
 
     def __init__(
         self,
@@ -444,10 +429,9 @@ class Server(Process):
         """Starts the process and waits until it answers.
 
         Args:
-          port: that it is told to listen on.
+          port: that it listens on.
           ready: a path that answers 200 once it can be called; None does not wait for it.
           threads: that it computes with, on as many cores.
-          environment: variables besides those of all systems.
         """
         self.name, self.url = name, f"http://127.0.0.1:{port}"
         super().__init__(command, threads, environment)

@@ -50,12 +50,7 @@ def ask(
     label: str,
     progress: Progress,
 ) -> dict[str, Answers]:
-    """Answers of every system, all systems at one prompt before the next one.
-
-    Args:
-      prompts: token ids by task.
-      label: for `progress`, which is called with answers done and answers in all.
-    """
+    """Answers of every system, all systems at one prompt before the next one."""
     found: dict[str, Answers] = {name: {task: [] for task in prompts} for name in engines}
     asked = [(task, each) for task, all_ in prompts.items() for each in all_]
     for number, (task, prompt), name in in_turns(engines, asked):
@@ -74,11 +69,7 @@ def token_ms(spent: Spent) -> float:
 
 def ratio_interval(ours: Spent, theirs: Spent) -> tuple[float, float]:
     """The middle 95 % of how many times ours is as fast, over prompts of each task drawn with replacement,
-    the same ones for both systems (paired bootstrap); with one prompt of each task it is a point.
-
-    Args:
-      theirs: of another system's answers to the same prompts.
-    """
+    the same ones for both systems (paired bootstrap); with one prompt of each task it is a point."""
     draw = np.random.default_rng(0)
     sums = [np.zeros(_DRAWS), np.zeros(_DRAWS)]
     for pair in zip(ours, theirs, strict=True):
@@ -245,11 +236,7 @@ def quality_rows(case: str, answers: Mapping[str, Answers]) -> list[Row]:
 
 
 def draft_rows(engines: Mapping[str, Engine], device: Device, case: str) -> list[Row]:
-    """Acceptance of drafts, the share of them that was used, and what a pass's time goes to.
-
-    Args:
-      device: that weights were read from.
-    """
+    """Acceptance of drafts, the share of them that was used, and what a pass's time goes to."""
     rows = []
     for name, engine in engines.items():
         if engine.speculation is None:
@@ -279,12 +266,7 @@ def draft_rows(engines: Mapping[str, Engine], device: Device, case: str) -> list
 
 
 def notes_of(engines: Mapping[str, Engine], device: Device, how: Mapping[str, str]) -> dict[str, str]:
-    """How each system ran.
-
-    Args:
-      device: that weights were read from.
-      how: what a system was tuned to, by system.
-    """
+    """How each system ran."""
     notes = {}
     for name, engine in engines.items():
         parts = [device.note] if device.note else []
@@ -298,11 +280,7 @@ def notes_of(engines: Mapping[str, Engine], device: Device, how: Mapping[str, st
 
 
 def spent_rows(ours: str, times: Mapping[str, Spent], case: str, notes: Mapping[str, str]) -> list[Row]:
-    """Rows of one case; with notes, the interval of each ratio in it, where tasks have several prompts.
-
-    Args:
-      ours: the system that the others stand beside.
-    """
+    """Rows of one case; with notes, the interval of each ratio in it, where tasks have several prompts."""
     rows = compared(case, "tpot_ms", {name: token_ms(each) for name, each in times.items()}, notes, ours=ours)
     counts = [len(answers) for answers, _ in times[ours]]
     if not notes or max(counts) < 2:
@@ -317,12 +295,7 @@ def spent_rows(ours: str, times: Mapping[str, Spent], case: str, notes: Mapping[
 
 
 def fastest(times: Mapping[str, float], quality: Mapping[str, float]) -> str:
-    """The fastest candidate of those whose quality is within 0.05 of the best.
-
-    Args:
-      times: of each candidate, the less the better.
-      quality: Rouge-L of each candidate.
-    """
+    """The fastest candidate of those whose quality is within 0.05 of the best."""
     least = max(quality.values()) - 0.05
     return min((name for name in times if quality[name] >= least), key=lambda name: times[name])
 

@@ -445,7 +445,6 @@ def enlarged_bundle(model: Path, times: int, progress: Progress = silent) -> Pat
 
     Args:
       model: a bundle; the larger one has its width.
-      times: at least 2.
     """
     bundle = Bundle.open(model)
     require_decoder_alone(bundle.cfg, "enlarged models")
@@ -465,12 +464,7 @@ def enlarged_bundle(model: Path, times: int, progress: Progress = silent) -> Pat
 def enlarge(
     cfg: ModelConfig, params: Mapping[str, np.ndarray], times: int, progress: Progress = silent
 ) -> tuple[ModelConfig, Iterator[tuple[str, np.ndarray]]]:
-    """The larger model's config, and its parameters as they are drawn (see `enlarged_bundle`).
-
-    Args:
-      params: its float32 parameters.
-      times: at least 2.
-    """
+    """The larger model's config, and its parameters as they are drawn (see `enlarged_bundle`)."""
     added = (times - 1) * cfg.ffn_size
     if times < 2 or cfg.experts or cfg.layer_units or added % 2:
         raise ConfigError(

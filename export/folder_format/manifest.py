@@ -107,7 +107,6 @@ class Manifest:
     """A folder of programs.
 
     Attributes:
-      name: display name of the model.
       model: fingerprint of the exported bundle, also stored with the weights.
       context_tokens: length of the longest caches.
       precision: precision of the weight matrices, and for w8a8 also of activations.

@@ -134,7 +134,6 @@ class AdapterInputs:
     """Adapters that programs accept.
 
     Attributes:
-      rank: r, the maximum rank.
       shapes: shape of each adapted parameter, by level: `[*U, D]`.
     """
 
@@ -257,7 +256,6 @@ class StageFacts:
     """Facts about stage programs for a loop; they are of the whole model.
 
     Attributes:
-      chunk_tokens: lengths of chunks, ascending.
       shadowed: per layer, whether it has a shadow.
     """
 

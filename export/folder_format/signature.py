@@ -115,7 +115,6 @@ def level_signatures(
     """Lists the signatures of a level.
 
     Args:
-      level: level in percent.
       chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
       block_tokens: maximum number of tokens that a program decodes; 0 for only single tokens.
       cache_tokens: lengths of caches besides the whole context; each gets the chunks and trees that fit.

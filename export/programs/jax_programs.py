@@ -188,11 +188,7 @@ class JaxPrograms(Executor):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramBucket(Bucket):
-    """Runs one exported step.
-
-    Attributes:
-      contents: digest of its program.
-    """
+    """Runs one exported step."""
 
     signature: Signature
     contents: str
@@ -411,7 +407,6 @@ class ChoiceBucket(Bucket):
 
     Attributes:
       nodes: capacity of the tree; 0 for the next token of a sequence (see `jaxllm.sampling.sample`).
-      vocab_tokens: size of the vocabulary (V).
     """
 
     nodes: int
@@ -431,7 +426,6 @@ class BucketChooser:
     """Samples tokens of a vocabulary.
 
     Args:
-      vocab_size: V.
       folder: cache of compiled buckets; None caches none.
     """
 

@@ -137,7 +137,6 @@ class Layout:
     """A manifest, parsed and checked.
 
     Attributes:
-      name: display name of the model.
       weights: width of the weight matrices.
       segments: segments by name, in file order.
       tensors: tensors by parameter name, in the order of `param_specs`.

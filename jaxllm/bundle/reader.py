@@ -390,11 +390,7 @@ _HIGH = 1e30
 
 
 class Fields:
-    """The facts of a part and its arrays, which are checked as they are taken.
-
-    Attributes:
-      facts: JSON values, unchecked.
-    """
+    """The facts of a part and its arrays, which are checked as they are taken."""
 
     def __init__(self, part: Part) -> None:
         self.facts: Mapping[str, Any] = part.facts

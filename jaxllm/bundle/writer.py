@@ -139,7 +139,6 @@ def write_bundle(
         consumed one by one. An array is of floats, or `Kept` or `Measured` ones, or a quantized weight, which
         is stored unchanged; or `RowParts` of these.
       weights: format of matrices (see `parameter_bits`).
-      name: display name of the model.
       parts: additions to the model, by name.
       expert_bits: `[L_sparse, E]` int, bit widths of separately stored experts of a mixture: 8 (nested if
         `weights` are), 4, 2, or 16 for bfloat16 and 32 for float32. None stores them together.

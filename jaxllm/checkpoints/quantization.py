@@ -102,7 +102,6 @@ def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str,
 
     Args:
       of: tensor of the checkpoint's shape; for experts all `[E, ...]` or, by `tensor.expert`, one.
-      tensor: places of our parameters in it.
 
     Returns:
       The weight; None if a group of the checkpoint spans two of our units, each of which needs separate
@@ -217,7 +216,6 @@ def read_quantization(
     """The quantization of a config.json; None for none.
 
     Args:
-      config: the JSON object.
       ignore_keys: keys to ignore, see `ConfigReader`; None leaves unknown keys to an earlier check.
 
     Raises:

@@ -119,7 +119,6 @@ def count_paths(ids: np.ndarray, experts: int) -> PathCounts:
 
     Args:
       ids: `[L, M, k]` int, the experts that each of M tokens visited at each sparse layer.
-      experts: number of experts of a layer (E).
     """
     layers = ids.shape[0]
     width = min(_MOST_PAIRS, experts**2)
@@ -279,7 +278,6 @@ def count_tokens(ids: np.ndarray, tokens: np.ndarray, experts: int) -> TokenExpe
     Args:
       ids: `[L, M, k]` int, the experts that each of M tokens visited at each sparse layer.
       tokens: `[M]` int, their ids.
-      experts: number of experts of a layer (E).
     """
     seen, which = np.unique(tokens, return_inverse=True)
     most = []

@@ -75,7 +75,6 @@ class PrefillCalibration:
         """The calibration of each layer, as host arrays.
 
         Args:
-          level: one of `levels`.
           cfg: the level's sub-model, or the whole model; it gives the products' inputs.
 
         Raises:

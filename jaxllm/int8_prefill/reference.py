@@ -39,7 +39,6 @@ def forward_by_rule(params: Params, tokens: jax.Array, rule: Rule, *, cfg: Model
 
     Args:
       params: parameters of the model; matrices of layers are only read by the rule.
-      rule: computes all products of layers.
     """
     count = len(tokens)
     at = TokenPositions.after(jnp.zeros((), jnp.int32), count, jnp.asarray(count, jnp.int32))

@@ -110,7 +110,6 @@ class Subgraph:
     """A stage of one layer and one chunk.
 
     Attributes:
-      processor: processor that runs it.
       needs: indices of its dependencies in the prompt's list, all smaller than its own.
     """
 
@@ -286,7 +285,6 @@ class Timeline:
 
     Attributes:
       starts_ms, ends_ms: times of each subgraph, in the order of the list.
-      busy_ms: busy time of each processor.
     """
 
     starts_ms: tuple[float, ...]
@@ -391,7 +389,6 @@ class SpeedProfile:
       float_gflops: floating-point operations per nanosecond of the float processor.
       attend_us_per_token: microseconds per token in an attention subgraph besides its products: norms,
         rotations, softmax.
-      overhead_ms: constant time of a subgraph.
     """
 
     name: str
@@ -417,12 +414,7 @@ _SHADOW_CHANNELS = 8
 
 
 def stage_operations(cfg: ModelConfig, stage: Stage, tokens: int, *, before: int = 0) -> float:
-    """Number of multiplications and additions of one subgraph over `tokens` tokens after `before` others.
-
-    Args:
-      tokens: number of tokens of the chunk.
-      before: tokens in the cache.
-    """
+    """Number of multiplications and additions of one subgraph over `tokens` tokens after `before` others."""
     width, query = cfg.hidden_size, cfg.heads * cfg.head_dim
     outward = query + 2 * cfg.kv_heads * cfg.head_dim
     first = (2 if cfg.gated_ffn else 1) * cfg.ffn_size

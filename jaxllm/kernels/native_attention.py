@@ -162,7 +162,6 @@ def document_attention(
       q: queries `[B, T, K, G, H]` float32.
       k, v: keys and values `[B, T, K, H]` float32.
       starts: `[B, T]` int32, per token the index of its document's beginning.
-      scale: factor of the scores.
 
     Returns:
       Outputs `[B, T, K, G, H]`, and the log-sum-exp of each query's scores `[B, T, K, G]`.

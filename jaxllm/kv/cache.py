@@ -409,7 +409,6 @@ class KVCache:
 
         Args:
           chunks: see `QuantizedPrefix.source`.
-          tokens: number of tokens of these chunks, int32.
         """
         before = self.coded
         assert before is not None

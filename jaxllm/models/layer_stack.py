@@ -255,7 +255,6 @@ def by_address(
 
     Args:
       params: parameters of the model. Nothing is copied.
-      beside: further arrays by name, per layer.
     """
     layers = layers_of(params, cfg)
     for layer, further in zip(layers, beside, strict=False):
@@ -342,7 +341,6 @@ def stack_by_address(layers: Sequence[Mapping[str, Any]], kinds: Sequence[Any]) 
 
     Args:
       layers: parameters of each layer by their names within it.
-      kinds: further criteria of equality, per layer.
     """
     # `jax.tree.map`, which makes shapes of parameters, sorts them by name.
     layers = [dict(sorted(params.items())) for params in layers]

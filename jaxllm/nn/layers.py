@@ -192,7 +192,6 @@ def attention(
       k, v: keys and values `[B, K, S, H]`.
       mask: `[T, S]` or `[B, T, S]` bool, True = attend; or float32, added to scores `[B, K·G, T, S]`
         (relative positions), with 1 for axes that share it, `MASKED` for keys that are not attended to.
-      scale: factor of the scores.
       softcap: bound of scores by tanh when positive (Gemma 2).
       sink_logits: `[K, G]` float32, additional logits in the denominator of a head's softmax without a
         value (gpt-oss); None for none.
@@ -448,7 +447,6 @@ def source_attention(
       q: queries `[B, T, K, G, H]`.
       source: source of the layer; the native kernel reads its rows like those of a cache.
       at: positions of the queries' tokens, and the number of valid ones.
-      scale: factor of the scores.
       used: see `cached_attention`.
 
     Returns:

@@ -303,7 +303,6 @@ def by_form(matrices: Sequence[Weight], stack: Callable[..., Any] = jnp.stack) -
     """Matrices `[R, C]` as one weight, grouped by form (type, shapes and dtypes).
 
     Args:
-      matrices: matrices in order.
       stack: stacks arrays along a new leading axis.
     """
     forms: dict[Any, list[Weight]] = {}

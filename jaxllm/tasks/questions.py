@@ -32,7 +32,6 @@ def branching(
 
     Args:
       end: `end_of_turn_id(tokenizer)`, computed once for many questions.
-      now: time for templates that use it.
 
     Raises:
       ConfigError: see `encode_prompt`.
@@ -65,7 +64,6 @@ class Question:
     """An encoded question with options.
 
     Attributes:
-      prompt: its tokens and droppable spans.
       per_byte: whether its options are compared by likelihood per byte.
     """
 

@@ -31,7 +31,6 @@ def make_scanner(found: AnswerFormat, tools: Sequence[Mapping[str, Any]], *, thi
     """A scanner of one answer.
 
     Args:
-      found: format of the answer.
       tools: tools that may be called, in OpenAI's format; calls of others are text.
       thinking: whether the prompt ends inside of an opened thought.
     """

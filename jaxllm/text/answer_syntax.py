@@ -40,7 +40,6 @@ class CallSyntax:
 
     Attributes:
       section: text around all calls of an answer.
-      separator: text between two calls.
       opening, closing: text around a call.
       keys: keys of the name and the arguments if a call is a JSON object; None if the name stands alone.
       head, tail: the object's text before the name, and after the arguments; empty for other calls.
@@ -144,7 +143,7 @@ class AnswerFormat:
         return "\n".join(texts)
 
 
-# Variables of templates that switch reasoning; the first one stands for whichever a template has.
+# Variables of templates that switch reasoning; the first one names whichever a template has.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 # The form for templates without tools, and the way of many models.
@@ -196,7 +195,6 @@ def written(found: AnswerFormat, calls: Sequence[Mapping[str, Any]]) -> str:
     """Calls as the model writes them.
 
     Args:
-      found: format of the answers.
       calls: objects with a `name`, `arguments` (an object), and an `id` or none.
     """
     syntax = found.syntax

@@ -106,8 +106,6 @@ def prompt_tokens(
 
     Args:
       tokenizer: tokenizer of the model, with its chat template.
-      prompt: prompt to render.
-      now: time for templates.
 
     Raises:
       ConfigError: the rendered prompt has no token.

@@ -133,9 +133,6 @@ class ChatOptions(TypedDict, total=False):
 class Tokenizer:
     """A model's tokenizer. Stateless between calls; threads may share it.
 
-    Attributes:
-      files: its plain data.
-
     Raises:
       CheckpointError: `files.tokenizer_json` is not a tokenizer.
     """
@@ -144,7 +141,6 @@ class Tokenizer:
         """Makes a tokenizer from its data.
 
         Args:
-          files: a tokenizer as plain data.
           ordinary: result of `is_ordinary` for `files.tokenizer_json`; None to compute it.
         """
         self.files = files

@@ -94,7 +94,6 @@ class Message(NamedTuple):
     """A message of a conversation.
 
     Attributes:
-      role: role in `ROLES`.
       more: keys for the model's chat template, as JSON; empty for none.
     """
 

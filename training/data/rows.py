@@ -69,7 +69,6 @@ class Batches(abc.ABC):
     Attributes:
       documents: documents to learn.
       mixture: the sources, by number; empty for every document once per epoch, at weight 1.
-      row_tokens: T.
       batch: B, rows per step.
       seed: seed of the order.
       own: rows of each batch that this process fills.

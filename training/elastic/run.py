@@ -255,7 +255,6 @@ def elasticize(
     """Makes an elastic bundle, or resumes the run.
 
     Args:
-      model: Hugging Face folder.
       tiny_lm: training of the bundle's tiny LM; None makes a bundle without one.
 
     Returns:

@@ -215,7 +215,6 @@ class TrainState:
     Attributes:
       step: number of steps done, int32 scalar.
       params: trained parameters, float32 leaves.
-      optimizer: optax's state.
     """
 
     step: jax.Array

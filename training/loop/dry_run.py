@@ -33,11 +33,9 @@ class Estimate:
 
     Attributes:
       device: name of the device that time and memory are estimated for.
-      devices: number of devices.
       state_bytes: bytes of parameters, optimizer and frozen weights, per device.
       temporary_bytes: peak bytes of activations, gradients and gathered weights, per device.
       memory_bytes: sum of both and of the step's newly allocated results.
-      device_memory_bytes: memory of one device.
       step_s: seconds per step.
     """
 

@@ -22,7 +22,6 @@ class Device:
 
     Attributes:
       flops: bfloat16 operations per second, dense.
-      memory_bytes: size of its memory.
     """
 
     flops: float
@@ -54,7 +53,6 @@ def step_flops_per_token(cfg: ModelConfig, row_tokens: int, *, adapter: bool = F
     token attends to half of it on average.
 
     Args:
-      row_tokens: T.
       adapter: whether weights are frozen, so that the backward pass computes no products for them.
     """
     looked_up = 0 if cfg.tied_head else cfg.vocab_size * cfg.hidden_size

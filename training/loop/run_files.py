@@ -359,12 +359,7 @@ class StepTrace:
 
 class Log:
     """Writes the loop's records into `metrics.jsonl` and `tensorboard/`, in the first process; a context that
-    shows the progress bar.
-
-    Args:
-      steps: number of steps of the whole run.
-      sources: names, by number.
-    """
+    shows the progress bar."""
 
     def __init__(self, run: Run, steps: int, sources: Sequence[str] = ()) -> None:
         self._path = run.folder / "metrics.jsonl" if is_first() else None

@@ -72,7 +72,6 @@ class PairSource(Source):
     """Source of pairs of one task.
 
     Attributes:
-      label: name in metrics, and of the task in the model's folder.
       prefix: task prefix of each source; one token of the tokenizer.
     """
 

@@ -93,7 +93,6 @@ def lightest(
 
     Args:
       correct: `[N, levels, prompt_ratios]` bool, choices that answer right.
-      slos: S objectives.
       levels: levels in percent, ascending.
       prompt_ratios: prompt ratios, ascending.
       shares: `[N, prompt_ratios]`, share of the prompt's tokens that stay at each ratio; None for the
@@ -259,7 +258,6 @@ def read_questions(recipe: TinyLmRecipe, data: Path, tokenizer: Tokenizer, windo
     """Reads the questions of a recipe's tasks from their training splits.
 
     Args:
-      tokenizer: the large model's.
       window_tokens: the large model's; questions longer than this with an answer are left out.
 
     Raises:
@@ -334,12 +332,7 @@ def kept_answers(
 def kept_support(
     path: Path, questions: Sequence[Question], make: Callable[[], list[np.ndarray]]
 ) -> list[np.ndarray]:
-    """Reads tokens' support of right answers from a file, or measures it and writes the file.
-
-    Args:
-      questions: those to measure.
-      make: measures (see `token_support`).
-    """
+    """Reads tokens' support of right answers from a file, or measures it and writes the file."""
     found = _kept(path, questions_digest(questions), ("tokens",), lambda: {"tokens": np.concatenate(make())})
     ends = np.cumsum([len(each.prompt.ids) for each in questions])
     return np.split(found["tokens"], ends[:-1])

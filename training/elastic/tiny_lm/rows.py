@@ -295,7 +295,6 @@ class DecisionRows:
       tokens: `[N, T]` int32, the first row of each question, with room for marks.
       mask: `[N, T]` bool, True = a real token.
       labels: `[N, S, 2]` int32 (see `labels.lightest`).
-      slos: S objectives.
       mark_ids: token of each of `marks()`.
       batch: B.
       seed: seed of the samples.

@@ -448,7 +448,6 @@ def decision_metrics(chosen: np.ndarray, labels: np.ndarray, slos: Sequence[Slo]
 
     Args:
       chosen, labels: `[N, S, 2]` int.
-      slos: S objectives.
     """
     right = chosen == labels
     both = right.all(-1)
@@ -476,7 +475,6 @@ def answer_metrics(
     Args:
       answers: answers to N questions.
       chosen: `[N, S, 2]` int, the decisions; one that does not meet its SLO is replaced by the default.
-      slos: S objectives.
       levels, prompt_ratios: meanings of the classes.
 
     Returns:
