@@ -184,8 +184,8 @@ def _shown(claim: Claim, row: Mapping[str, Any]) -> str:
         shown = f"{value:,.3f}"
     else:
         shown = f"{value:,.0f} {unit}" if value >= 100 else f"{value:,.1f} {unit}"
-    if claim.detail and (told := re.search(claim.detail, row["note"] or "")):
-        shown += f" in {told[1]}"
+    if claim.detail and (found := re.search(claim.detail, row["note"] or "")):
+        shown += f" in {found[1]}"
     return shown
 
 

@@ -73,12 +73,11 @@ class WeightPlan:
 
     def described(self, cfg: ModelConfig) -> str:
         """The plan in words."""
-        kinds = [kind for kind in WIDENED if any(name.endswith(f".{kind}") for name in self.wide)]
-        counts = [
-            (kind, len({name.split(".")[1] for name in self.wide if name.endswith(f".{kind}")}))
-            for kind in kinds
-        ]
-        more = ", ".join(f"{kind} of {count} of {cfg.layers} layers" for kind, count in counts)
+        counts = {
+            kind: len({name.split(".")[1] for name in self.wide if name.endswith(f".{kind}")})
+            for kind in WIDENED
+        }
+        more = ", ".join(f"{kind} of {n} of {cfg.layers} layers" for kind, n in counts.items() if n)
         return self.weights + (f" with 8 bits for {more}" if more else "")
 
     def apply(self, params: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -154,10 +153,7 @@ def losses(
     """
     if (reason := unmeasured(cfg)) is not None:
         raise ConfigError(f"{reason}: weights are not chosen by loss; name them (--weights int4)")
-    formats: list[WeightFormat] = []
-    for plan in of:
-        if plan.weights not in formats:
-            formats.append(plan.weights)
+    formats: list[WeightFormat] = list(dict.fromkeys(plan.weights for plan in of))
     wide = with_input_squares(source("f32"), cfg, tokens)
     streams = _Streams(cfg, of, np.asarray(held_out, np.int32))
     own: dict[str, tuple[Any, _ByFormat]] = {}
@@ -185,7 +181,7 @@ def losses(
         forms: list[WeightFormat] = ["f32", *formats]
         value, *others = (next(each for name, each in source(form) if name == head) for form in forms)
         streams.predict(value, dict(zip(formats, others, strict=True)))
-    return streams.divergences()
+    return [each.divergence() for each in streams.sums]
 
 
 class _Streams:
@@ -200,7 +196,7 @@ class _Streams:
         self._x: list[jax.Array] = []
         self._layer = jax.jit(functools.partial(layer_of_documents, cfg=cfg), static_argnames="layer")
         self._like: dict[object, int] = {}
-        self._sums = [_Predictions(len(tokens)) for _ in plans]
+        self.sums = [_Predictions(len(tokens)) for _ in plans]
 
     def embed(self, value: Any, by_format: _ByFormat) -> None:
         """Takes the rows of the embedding that the document needs."""
@@ -278,13 +274,9 @@ class _Streams:
                 np.asarray(logits({head: jnp.asarray(each)} | bias, x, cfg=cfg))
                 for each, x in zip(of, hidden, strict=True)
             ]
-            for sums, mine in zip(self._sums, scores[1:], strict=True):
+            for sums, mine in zip(self.sums, scores[1:], strict=True):
                 sums.add(scores[0], mine)
             first = last
-
-    def divergences(self) -> list[float]:
-        """Mean divergences of the plans, in nats per token."""
-        return [each.divergence() for each in self._sums]
 
 
 class _Predictions:
@@ -310,6 +302,6 @@ class _Predictions:
         self._most = most
 
     def divergence(self) -> float:
-        """Its mean over the tokens."""
+        """Its mean over the tokens, in nats."""
         whole = np.log(self._sum) + self._most
         return float(np.mean(self._moved / self._sum[0] - whole[0] + whole[1]))

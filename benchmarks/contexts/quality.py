@@ -361,7 +361,7 @@ def _setting_rows(engine: Engine, setting: Setting, bench: Run[Plan]) -> list[Ro
             sizes.setdefault(key, []).append(stored.bytes_of(key))
         bench.progress(f"density, {setting.name}", number + 1, len(texts))
     left_out = ", ".join(f"{each:g}" for each in plan.ratios if each not in ratios)
-    told = f"; left out: ratio {left_out}, less than 2 bits take" if left_out else ""
+    note = f"; left out: ratio {left_out}, less than 2 bits take" if left_out else ""
     rows = []
     for ratio in ratios:
         whole = chunks * chunk_io.reference_bytes
@@ -375,7 +375,7 @@ def _setting_rows(engine: Engine, setting: Setting, bench: Run[Plan]) -> list[Ro
                 {kind: math.exp(each) for kind, each in means.items()} if place == 0 else means,
                 {
                     kind: f"{shares[kind]:.3f} of the bytes{_difference(nats[OURS], each)}; {len(each)} "
-                    f"contexts{told}"
+                    f"contexts{note}"
                     for kind, each in nats.items()
                 },
             )

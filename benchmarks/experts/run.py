@@ -288,9 +288,9 @@ class Mixture:
         rows = []
         names = {name: OURS if name == ExpertOptions.predictor else f"{OURS}-{name}" for name in COMPARED}
         # Predictors that use a text's statistics alone are left out where there are none.
-        told = COMPARED if counts.alone.any() else (ExpertOptions.predictor,)
+        compared_fields = COMPARED if counts.alone.any() else (ExpertOptions.predictor,)
         for layer in range(len(visits)):
-            rates = {names[name]: float(hits[name][layer]) for name in told} | {"oracle": 1.0}
+            rates = {names[name]: float(hits[name][layer]) for name in compared_fields} | {"oracle": 1.0}
             rows += [
                 row(f"predictor: layer {layer}", "hit_rate", rate, system=system)
                 for system, rate in rates.items()

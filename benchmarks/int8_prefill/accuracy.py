@@ -159,11 +159,11 @@ def accuracy_rows(subject: Subject, plan: Plan) -> list[Row]:
         notes[name] = f"{notes[name]}; {shadow}; {scored_tokens(judged):,} tokens"
     found = compared(case, "perplexity", perplexity, notes)
     if right:
-        told: dict[str, str | None] = {
+        differences: dict[str, str | None] = {
             name: f"{100 * (value - right['float']):+.1f} points; {len(questions)} questions"
             for name, value in right.items()
         }
-        found += compared(case, "accuracy", right, told)
+        found += compared(case, "accuracy", right, differences)
     return found
 
 

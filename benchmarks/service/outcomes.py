@@ -171,8 +171,8 @@ def figures(windows: Sequence[Window]) -> Figures:
         shares["slo_met", f"app {SLOS[app]}"] = [each.met for each in counted if each.app == app]
     shares["level", ""] = [each.level for each in answered if each.level is not None]
     for name, of in {"kept": "kept_tokens", "reused": "reused_tokens"}.items():
-        told = [(getattr(each, of), each.prompt_tokens) for each in answered]
-        shares[name, ""] = [tokens / prompt for tokens, prompt in told if tokens is not None]
+        counts = [(getattr(each, of), each.prompt_tokens) for each in answered]
+        shares[name, ""] = [tokens / prompt for tokens, prompt in counts if tokens is not None]
     times = {
         "ttft_ms": [each.ttft_ms for each in counted if each.ttft_ms],
         "tpot_ms": [each.tpot_ms for each in answered if each.tokens > 1],

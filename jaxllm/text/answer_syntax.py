@@ -1,4 +1,9 @@
-"""Describes how models write answers: syntaxes of thoughts, text and calls, and the markers around them."""
+"""Describes how models write answers: syntaxes of thoughts, text and calls, and the markers around them.
+
+`AnswerFormat` is found by rendering the model's chat template (`answer_probe.py`). One description serves the
+scanner of answers (`answer_scanner.py`), the grammar of calls (`jaxllm.serving.guided.calls`), and `written`,
+which writes calls into the history where a template does not.
+"""
 
 import dataclasses
 import json

@@ -402,7 +402,7 @@ class Tokenizer:
 
     @property
     def answer_format(self) -> "AnswerFormat":
-        """The format of the model's answers (see `jaxllm.text.answer_format.format_of`)."""
+        """The format of the model's answers, with its special tokens (see `ChatTemplate.answer_format`)."""
         return self._unlimited._answer_format
 
     @functools.cached_property

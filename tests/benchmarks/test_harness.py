@@ -146,7 +146,7 @@ def test_what_a_process_of_its_own_finds_and_takes():
     assert taken.found.nbytes == 64 << 20
     assert in_process(os.getenv, "JAXLLM_X", environment={"JAXLLM_X": "1"}) == "1"
     assert "JAXLLM_X" not in os.environ
-    # What was there before is told apart.
+    # What was there before is kept apart.
     assert 60 << 20 < taken.peak_bytes < 200 << 20
     assert taken.idle_bytes > 60 << 20
     with pytest.raises(ConfigError, match="an SLO is written like"):

@@ -46,7 +46,7 @@ def test_a_float_bundle_comes_back_exactly(tmp_path):
     prepare(folder, tmp_path / "again.jaxllm")  # the tokenizer came along
 
 
-def test_a_narrow_bundle_comes_back_as_what_it_stands_for(tmp_path):
+def test_a_narrow_bundle_comes_back_as_its_floats(tmp_path):
     path = write_tiny_bundle(tmp_path / "tiny.jaxllm", "int8")
     found = Checkpoint.find(path)
     folder = found.folder(nothing)

@@ -95,7 +95,7 @@ def test_api_choice_offers_four():
     assert readers.api_choice(call(1, "c", "d"), "c", offered, 0) == examples[0]
     many = readers.api_choice(call(2, *"abcdef"), "a", offered, 0)
     assert sorted(many.options) == list("abcdef")
-    # A function is told in a sentence.
+    # A function is described in a sentence.
     assert readers.function_lines([call(1, "f")]) == {"f": "- f: Does f"}
 
 

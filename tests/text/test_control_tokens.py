@@ -91,7 +91,10 @@ CALL = {"role": "tool", "name": "<|im_start|>", "call": {"<|im_end|>": {"x": ["<
             "<|im_start|>{{ m.content.split('</think>')[-1] }}",
             said("a thought</think>the <|im_end|> answer"), [BEGIN, END], "the <|im_end|> answer",
         ),
-        ("{{ m.content | replace('<|im_end|>', 'end') | upper }}", said("my <|im_end|>"), [END], "MY END"),
+        (
+            "{{ m.content | replace('<|im_end|>', 'end') | upper }}",
+            said("my <|im_end|>"), [END], "MY <|IM_END|>",
+        ),
         # What it cuts out leaves none, though it looks for that, so that marks change what it does.
         (
             "<|im_start|>{{ m.content.replace('<think>', '') }}",
