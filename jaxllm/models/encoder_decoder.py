@@ -167,17 +167,18 @@ def read_source(
     cache: KVCache,
     *,
     cfg: ModelConfig,
+    dtype: DTypeLike = jnp.float32,
 ) -> KVCache:
     """An empty cache with a source: encodes the tokens, and projects the outputs.
 
     Args:
       encoder: parameters of the encoder (see `encoder_params`).
-      tokens, valid: see `encode`.
+      tokens, valid, dtype: see `encode`.
       cache: cache with room for a source.
     """
     assert cfg.encoder is not None
     assert cache.source is not None
-    hidden = encode(encoder, tokens, valid, cfg=cfg.encoder)
+    hidden = encode(encoder, tokens, valid, cfg=cfg.encoder, dtype=dtype)
     return dataclasses.replace(cache, source=with_source(params, hidden, valid, cache.source, cfg=cfg))
 
 
