@@ -68,7 +68,6 @@ class Checkpoint:
     Attributes:
       name: of the model, as rows have it.
       model: opened by our engine: a bundle, or a folder (then at any width).
-      cfg: the model's config.
       stored: width of a bundle's weights; None for a folder.
       usual: width that is measured where none is asked for; None for the folder's own.
       quantized: whether its weights have been quantized: those of few bits are quantized twice.
@@ -84,15 +83,7 @@ class Checkpoint:
     @classmethod
     def find(cls, path: Path, progress: Progress | None = None) -> "Checkpoint":
         """Opens a model: a bundle, a folder, or a GGUF file, whose float weights are written as a folder, in
-        an order that is not the file's (see `benchmarks/permuted.py`).
-
-        Args:
-          path: of the model.
-          progress: see `folder`.
-
-        Raises:
-          JaxllmError: there is no such model, or its config is not supported.
-        """
+        an order that is not the file's (see `benchmarks/permuted.py`)."""
         if path.is_dir():
             return cls(name=path.resolve().name, model=path, cfg=read_config(path), stored=None)
         if not path.exists():
@@ -115,11 +106,7 @@ class Checkpoint:
             return cls(bundle.layout.name, path, bundle.cfg, stored, quantized=quantized)
 
     def widths(self, wanted: tuple[str, ...]) -> tuple[str, ...]:
-        """The widths to measure: those asked for, else the model's own.
-
-        Raises:
-          CheckpointError: a bundle holds another width.
-        """
+        """The widths to measure: those asked for, else the model's own."""
         if self.stored is None:
             own = self.usual or huggingface.Checkpoint(self.model, cfg=self.cfg).weight_format
             return tuple(dict.fromkeys(wanted)) or (own,)
@@ -131,11 +118,7 @@ class Checkpoint:
         return (self.stored,)
 
     def folder(self, progress: Progress) -> Path:
-        """The model as a Hugging Face folder of float weights.
-
-        Args:
-          progress: called with ("Writing float weights", parameters written, parameters in all).
-        """
+        """The model as a Hugging Face folder of float weights."""
         if self.stored is None:
             return self.model
         with Bundle.open(self.model) as bundle:
@@ -266,12 +249,7 @@ SWITCHES = {
 
 
 def shape_folder(name: str, progress: Progress) -> Path:
-    """The Hugging Face folder of a shape, drawn unless it is there.
-
-    Args:
-      name: of `SHAPES` or `ENCODER_DECODERS`.
-      progress: called with ("Drawing weights", parameters drawn, parameters in all).
-    """
+    """The Hugging Face folder of a shape, drawn unless it is there."""
     cfg = (SHAPES | ENCODER_DECODERS)[name]
     return made_once("shapes", f"v{_VERSION}", name, write=lambda folder: write_random(folder, cfg, progress))
 
@@ -290,12 +268,7 @@ def write_random(
 
 def switch_bundle(name: str, progress: Progress) -> Path:
     """The bundle of one of `SWITCHES`, drawn unless it is there, a layer's experts in memory at a time. Every
-    other expert has 2 bits, the others 4, for random weights cannot be calibrated; all else has 8.
-
-    Args:
-      name: of `SWITCHES`.
-      progress: called with ("Drawing weights", parameters drawn, parameters in all).
-    """
+    other expert has 2 bits, the others 4, for random weights cannot be calibrated; all else has 8."""
     return made_once(
         "shapes", f"v{_VERSION}", f"{name}.jaxllm",
         write=lambda path: write_random_switch(path, SWITCHES[name], progress),
@@ -344,9 +317,6 @@ def calibrated_model(model: Path, progress: Progress) -> tuple[Path, Path]:
 
     Args:
       model: a bundle, or a folder or GGUF file, which is calibrated on Python's language reference.
-
-    Raises:
-      ConfigError: a bundle has no calibration, or calibrating loses too much.
     """
     if is_checkpoint(model):
         from jaxllm.training.calibration import BundleOutput, PrefillRecipe
@@ -367,11 +337,7 @@ def calibrated_model(model: Path, progress: Progress) -> tuple[Path, Path]:
 
 
 def calibrated_shapes(name: str, progress: Progress) -> tuple[Path, Path]:
-    """The bundle of a shape with outliers at 8 bits with a calibration, and one in floats, made unless there.
-
-    Args:
-      name: of `SHAPES`.
-    """
+    """The bundles of a shape with outliers, at 8 bits with a calibration and in floats, made unless there."""
     # A change of this function needs another version of the files.
     folder = cache_folder() / "benchmarks" / "prefill" / "v3"
     integer, floats = folder / f"{name}-int8.jaxllm", folder / f"{name}-f32.jaxllm"

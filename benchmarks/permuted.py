@@ -24,20 +24,11 @@ def permutable(cfg: ModelConfig) -> bool:
     return own and not cfg.qk_norm and all(name in known or name.endswith(ends) for name in param_specs(cfg))
 
 
-def permuted(params: Mapping[str, np.ndarray], cfg: ModelConfig, seed: int = 7) -> dict[str, np.ndarray]:
-    """The parameters of an equivalent model.
-
-    Args:
-      params: float arrays by name.
-      cfg: the model, `permutable`.
-      seed: of the orders.
-
-    Raises:
-      ConfigError: the model is not permutable.
-    """
+def permuted(params: Mapping[str, np.ndarray], cfg: ModelConfig) -> dict[str, np.ndarray]:
+    """The parameters of an equivalent model."""
     if not permutable(cfg):
         raise ConfigError(f"the order of the weights of a {cfg.model_type} model is not known here")
-    draw = np.random.default_rng(seed)
+    draw = np.random.default_rng(7)
     stream = draw.permutation(cfg.hidden_size)
     found = {name: value[..., stream] for name, value in params.items()}
     for layer in range(cfg.layers):

@@ -40,13 +40,11 @@ class Claim:
 
     Attributes:
       name: of the command that prints it; claims of one name are of one run.
-      claim: in words.
       command: that prints it, without `--json`.
       case: a pattern that matches one case of the rows whole.
-      metric: of the rows.
       rivals: systems of which the strongest is named; all must have been measured.
       also: systems that are named besides, for what they say about the first two.
-      detail: a pattern of what is told of each system from its row's note; "" for nothing.
+      detail: a pattern of what its row's note says of each system; "" for nothing.
     """
 
     name: str
@@ -102,17 +100,13 @@ CLAIMS = (
 )  # fmt: skip
 
 
-def recorded(path: Path = RECORDED) -> list[dict[str, Any]]:
+def recorded() -> list[dict[str, Any]]:
     """The runs that were recorded, by name in the order of `CLAIMS`."""
-    return json.loads(path.read_text()) if path.exists() else []
+    return json.loads(RECORDED.read_text()) if RECORDED.exists() else []
 
 
 def kept_rows(claims: Sequence[Claim], rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What the table takes of a command's rows, each system once.
-
-    Raises:
-      click.ClickException: a system of a claim was not measured, or a pattern matches several cases.
-    """
+    """What the table takes of a command's rows, each system once."""
     found: dict[tuple[str, str, str], dict[str, Any]] = {}
     for claim in claims:
         fits = [each for each in rows if _is_of(claim, each)]
@@ -190,8 +184,8 @@ def _shown(claim: Claim, row: Mapping[str, Any]) -> str:
         shown = f"{value:,.3f}"
     else:
         shown = f"{value:,.0f} {unit}" if value >= 100 else f"{value:,.1f} {unit}"
-    if claim.detail and (told := re.search(claim.detail, row["note"] or "")):
-        shown += f" in {told[1]}"
+    if claim.detail and (found := re.search(claim.detail, row["note"] or "")):
+        shown += f" in {found[1]}"
     return shown
 
 

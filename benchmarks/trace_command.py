@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -11,12 +11,7 @@ from jaxllm.cli.console import print_columns, print_json, progress_bars
 from jaxllm.cli.lazy import EngineCommand
 from jaxllm.cli.shared_options import json_option, model_option
 
-if TYPE_CHECKING:
-    from benchmarks.traces import ContextCall, Lengths
-
-
-ANSWER_TOKENS, HOURS, MAX_CONTEXTS = 32, 72.0, 100_000
-PATTERNS = ("random", "markov", "gaussian")
+ANSWER_TOKENS = 32
 _COLUMNS = (
     "objective", "calls", "right", "in time", "both", "level", "prompt", "TTFT ms", "TPOT ms", "plan ms",
 )  # fmt: skip
@@ -32,13 +27,7 @@ class _Range(click.FloatRange):
 
 
 _PATH, _COUNT = click.Path(path_type=Path), click.IntRange(1, 1_000_000)
-_ABOVE_ZERO = _Range(0, 1e9, min_open=True)
 _shown = functools.partial(click.option, show_default=True)
-_output_option = click.option(
-    "-o", "--output", required=True, type=_PATH, metavar="FILE", help="The trace to write, JSON lines."
-)
-_seed_option = _shown("--seed", default=0, help="Seed of the draw.")
-_calls_option = _shown("-n", "--calls", type=_COUNT, default=600, help="Number of calls.")
 
 
 @click.group("trace")
@@ -50,7 +39,9 @@ def trace_command() -> None:
 @click.option(
     "--data", required=True, type=_PATH, metavar="DIR", help="The folder of tasks/, the tasks' files."
 )
-@_output_option
+@click.option(
+    "-o", "--output", required=True, type=_PATH, metavar="FILE", help="The trace to write, JSON lines."
+)
 @_shown("-n", "--requests", type=_COUNT, default=600, help="Number of requests.")
 @click.option(
     "--task",
@@ -66,9 +57,14 @@ def trace_command() -> None:
     help="Skew of objectives: with 0 all come alike, above 0 loose ones more often, below 0 tight ones.",
 )
 @_shown(
-    "--rate", "rate_per_s", type=_ABOVE_ZERO, default=1.0, metavar="REQUESTS/S", help="Mean rate of arrivals."
+    "--rate",
+    "rate_per_s",
+    type=_Range(0, 1e9, min_open=True),
+    default=1.0,
+    metavar="REQUESTS/S",
+    help="Mean rate of arrivals.",
 )
-@_seed_option
+@_shown("--seed", default=0, help="Seed of the draw.")
 def make_slo_command(
     data: Path, output: Path, requests: int, names: tuple[str, ...], skew: float, rate_per_s: float, seed: int
 ) -> None:
@@ -88,83 +84,6 @@ def make_slo_command(
     trace = make_trace(questions.examples, requests=requests, skew=skew, rate_per_s=rate_per_s, seed=seed)
     write_trace(output, trace)
     click.echo(f"{len(trace)} requests over {trace[-1].time_s:.0f} s in {output}")
-
-
-@trace_command.command("make-switching", cls=EngineCommand)
-@_output_option
-@click.option(
-    "--data",
-    type=_PATH,
-    metavar="DIR",
-    help="Draw lengths of prompts and answers from the validation questions in DIR/tasks.",
-)
-@click.option(
-    "--azure", type=_PATH, metavar="CSV", help="Draw lengths from a trace of Azure's LLM inference service."
-)
-@_shown("--pattern", type=click.Choice(PATTERNS), default="markov", help="Which context is called next.")
-@_shown("--contexts", type=click.IntRange(1, MAX_CONTEXTS), default=8, help="Number of active contexts.")
-@_calls_option
-@_shown("--hours", type=_ABOVE_ZERO, default=HOURS, help="Time from the first call to the last.")
-@click.option(
-    "-m",
-    "--model",
-    type=_PATH,
-    metavar="MODEL",
-    help="Count lengths of --data in this model's tokens.  [default: default]",
-)
-@_seed_option
-def make_switching_command(
-    output: Path,
-    data: Path | None,
-    azure: Path | None,
-    pattern: str,
-    contexts: int,
-    calls: int,
-    hours: float,
-    model: Path | None,
-    seed: int,
-) -> None:
-    """Draw a trace of apps that switch between contexts.
-
-    Reads lengths of real calls from DIR or CSV and writes FILE, a call a line.
-
-    \b
-    Example:
-      jaxllm bench trace make-switching --data DIR --contexts 4 --output switching.jsonl
-    """
-    from benchmarks.traces import make_switching, read_azure
-
-    if (data is None) == (azure is None):
-        raise click.UsageError("say where lengths come from: --data or --azure")
-    if azure is not None:
-        lengths = [lengths for _, lengths in read_azure(azure)]
-    else:
-        assert data is not None
-        lengths = _task_lengths(data, model)
-    trace = make_switching(pattern, lengths, contexts=contexts, calls=calls, hours=hours, seed=seed)
-    _write(output, trace)
-
-
-@trace_command.command("convert-mooncake", cls=EngineCommand)
-@click.argument("mooncake", type=_PATH)
-@_output_option
-@_calls_option
-@_shown("--time-scale", type=_ABOVE_ZERO, default=1.0, help="Multiply times by this; above 1 is slower.")
-@_shown("--token-scale", type=_ABOVE_ZERO, default=1.0, help="Multiply lengths by this.")
-def convert_mooncake_command(
-    mooncake: Path, output: Path, calls: int, time_scale: float, token_scale: float
-) -> None:
-    """Convert Mooncake's trace to one of contexts.
-
-    Reads MOONCAKE, its JSON lines, and writes the first calls to FILE, with their own contexts and lengths.
-
-    \b
-    Example:
-      jaxllm bench trace convert-mooncake conversation_trace.jsonl --time-scale 100 --output switching.jsonl
-    """
-    from benchmarks.traces import read_mooncake
-
-    _write(output, read_mooncake(mooncake, time_scale=time_scale, token_scale=token_scale)[:calls])
 
 
 @trace_command.command("replay", cls=EngineCommand)
@@ -212,29 +131,3 @@ def replay_command(
     print_columns(_COLUMNS, [[name, *(cell.format(each) for cell in cells)] for name, each in rows])
     if whole.failed:
         click.echo(f"{whole.failed} calls failed: {next(each.failure for each in outcomes if each.failure)}")
-
-
-def _write(output: Path, trace: "list[ContextCall]") -> None:
-    from benchmarks.traces import write_trace
-
-    write_trace(output, trace)
-    active = len({each.context for each in trace})
-    click.echo(
-        f"{len(trace)} calls of {active} contexts over {trace[-1].time_s / 3600:.1f} hours in {output}"
-    )
-
-
-def _task_lengths(data: Path, model: Path | None) -> "list[Lengths]":
-    """(prompt, answer) tokens of all tasks' validation questions."""
-    from jaxllm.serving.evaluation.tasks import ALL, read_questions
-    from jaxllm.serving.ground.bundles import open_model
-    from jaxllm.text.prompts import prompt_ids
-    from jaxllm.text.tokenizer import Tokenizer
-
-    tokenizer = Tokenizer(open_model(model).tokenizer_files())
-    questions = read_questions([ALL], data)
-    return [
-        (len(prompt_ids(tokenizer, each)), len(tokenizer.encode(each.answer, add_special_tokens=False)) + 1)
-        for examples in questions.examples.values()
-        for each in examples
-    ]

@@ -5,9 +5,7 @@ objective, Poisson arrivals, and a skew of the number of requests per app. A tra
 that it can be replayed without the data sets.
 
 Apps switch between contexts (LLMS, arXiv 2403.11805, section 4, equation 5): some active contexts, called
-over 72 hours in one of three patterns. Lengths are drawn from those of real calls. Traces of real services
-can be read instead; their requests come much faster and are much longer, so that they are slowed down and
-scaled.
+over 72 hours in one of three patterns. Arrivals and lengths can be read from traces of real services, too.
 """
 
 import csv
@@ -25,7 +23,6 @@ from jaxllm.elastic.slo import SLOS, Slo
 from jaxllm.errors import ConfigError, ContextOverflow
 from jaxllm.files.atomic import atomic_file
 from jaxllm.files.input_files import open_regular
-from jaxllm.options import check_options, option
 from jaxllm.serving.elastic.objectives import Cost
 from jaxllm.serving.evaluation.tasks import is_right
 from jaxllm.serving.host.progress import Progress
@@ -45,8 +42,6 @@ class TraceRequest:
       time_s: seconds from the trace's beginning.
       app: that calls.
       slo: its objective.
-      task: of the question.
-      example: the question.
     """
 
     time_s: float
@@ -75,9 +70,6 @@ def make_trace(
       skew: app i makes requests in proportion to (i + 1)^-skew: 0 is even, a positive one gives the first
         apps more, a negative one the last.
       rate_per_s: mean arrivals per second of the Poisson process.
-
-    Raises:
-      ConfigError: there are no questions.
     """
     if not questions or not all(questions.values()):
         raise ConfigError("a trace needs questions of at least one task")
@@ -100,21 +92,13 @@ def make_trace(
     return trace
 
 
-def write_trace(path: Path, trace: "Iterable[TraceRequest | ContextCall]") -> None:
-    """Writes a trace, a JSON line per call, whole or not at all.
-
-    Raises:
-      ConfigError: it cannot be written.
-    """
+def write_trace(path: Path, trace: Iterable[TraceRequest]) -> None:
+    """Writes a trace, a JSON line per call, whole or not at all."""
     write_lines(path, map(dataclasses.asdict, trace))
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Reads a trace that `write_trace` wrote.
-
-    Raises:
-      ConfigError: it cannot be read, is malformed, or too long.
-    """
+    """Reads a trace that `write_trace` wrote."""
     import msgspec
 
     return read_lines(path, msgspec.json.Decoder(TraceRequest, strict=True).decode)
@@ -128,14 +112,10 @@ class Outcome:
     """The outcome of one request.
 
     Attributes:
-      request: of the trace.
       right: whether the answer was the right one.
       met: whether the answer met its objective.
-      cost: of the answer.
-      level: that answered.
       kept_share: share of the prompt's tokens that were kept.
       source: of the plan (see `Plan`); "failed" where there is no answer, whose numbers are then all 0.
-      planning_ms: time to plan.
       confident: whether the plan should have met the objective with the service's confidence (see `Plan`).
       failure: why there is no answer; None where there is one.
     """
@@ -163,10 +143,6 @@ def replay(
     service, not a queue.
 
     A request that does not fit the context fails: it is neither right nor in time.
-
-    Args:
-      answer_tokens: most tokens of an answer.
-      progress: called with ("replay", requests done, requests in all).
     """
     outcomes = []
     for done, request in enumerate(trace, start=1):
@@ -193,8 +169,6 @@ class Totals:
     """Means over the requests of one objective, or of all.
 
     Attributes:
-      requests: number of requests.
-      failed: number of requests without an answer.
       accuracy: share of right answers, in time or not.
       met: share that met the objective, right or not.
       right_and_met: share of right answers that met the objective.
@@ -244,8 +218,6 @@ def totals_by_slo(outcomes: Sequence[Outcome]) -> dict[str, Totals]:
 
 
 HOURS = 72.0
-MAX_CONTEXTS = 100_000
-_MAX_TOKENS = 1 << 24
 Lengths = tuple[int, int]
 
 
@@ -256,17 +228,13 @@ class ContextCall:
     Attributes:
       time_s: seconds from the trace's beginning.
       context: number of the context, from 0.
-      prompt_tokens: that the prompt adds to the context.
-      answer_tokens: that the answer adds.
+      prompt_tokens, answer_tokens: that the prompt and the answer add to the context.
     """
 
-    time_s: float = option(low=0)
-    context: int = option(low=0, high=MAX_CONTEXTS - 1)
-    prompt_tokens: int = option(low=1, high=_MAX_TOKENS)
-    answer_tokens: int = option(low=1, high=_MAX_TOKENS)
-
-    def __post_init__(self) -> None:
-        check_options(self)
+    time_s: float
+    context: int
+    prompt_tokens: int
+    answer_tokens: int
 
 
 def _uniform(contexts: int, draw: random.Random) -> Iterator[int]:
@@ -307,26 +275,18 @@ def make_switching(
     *,
     contexts: int,
     calls: int,
-    hours: float = HOURS,
     seed: int = 0,
 ) -> list[ContextCall]:
     """Draws a trace: calls by a Poisson process, contexts by a pattern.
 
     Each context has a workload of its own: the lengths of real calls, by their sum, are divided among the
     contexts in order, and a context draws from its own.
-
-    Args:
-      pattern: one of `PATTERNS`.
-      lengths: (prompt, answer) tokens of real calls.
-
-    Raises:
-      ConfigError: there are no lengths.
     """
     if not lengths:
         raise ConfigError("a trace needs the lengths of at least one real call")
     draw, ordered = random.Random(seed), sorted(lengths, key=lambda each: (sum(each), each))
     # Of a Poisson process of so many calls.
-    times = sorted(draw.uniform(0, hours * 3600) for _ in range(calls))
+    times = sorted(draw.uniform(0, HOURS * 3600) for _ in range(calls))
     called = itertools.islice(PATTERNS[pattern](contexts, draw), calls)
     trace = []
     for time_s, context in zip(times, called, strict=True):
@@ -340,11 +300,7 @@ def make_switching(
 
 def read_azure(path: Path) -> list[tuple[float, Lengths]]:
     """The requests of a trace of Azure's LLM inference service (its CSV files: TIMESTAMP, ContextTokens,
-    GeneratedTokens): seconds from the first, and (prompt, answer) tokens.
-
-    Raises:
-      ConfigError: it cannot be read or is malformed.
-    """
+    GeneratedTokens): seconds from the first, and (prompt, answer) tokens."""
     requests: list[tuple[float, Lengths]] = []
     first, reader = None, None
     try:
@@ -364,25 +320,17 @@ def read_azure(path: Path) -> list[tuple[float, Lengths]]:
     return requests
 
 
-def read_mooncake(path: Path, *, time_scale: float = 1.0, token_scale: float = 1.0) -> list[ContextCall]:
-    """The calls of Mooncake's conversation trace (JSON lines: timestamp in ms, input_length, output_length
-    and hash_ids, which name the blocks of the prompt by all that precedes them).
+def read_mooncake(path: Path) -> list[tuple[float, Lengths]]:
+    """The requests of Mooncake's conversation trace (JSON lines: timestamp in ms, input_length, output_length
+    and hash_ids, which name the blocks of the prompt by all that precedes them), as of `read_azure`.
 
     A request continues a conversation if it shares blocks with it, other than the first block, which all
     requests share; it adds its prompt less the conversation's tokens so far.
-
-    Args:
-      path: the file.
-      time_scale: times are multiplied by this.
-      token_scale: lengths are multiplied by this.
-
-    Raises:
-      ConfigError: it cannot be read or is malformed.
     """
     of_block: dict[int, int] = {}
     conversation_tokens: list[int] = []
 
-    def call(line: bytes) -> ContextCall:
+    def request(line: bytes) -> tuple[float, Lengths]:
         try:
             data = json.loads(line)
             time_s, blocks = float(data["timestamp"]) / 1000, [int(each) for each in data["hash_ids"]]
@@ -398,14 +346,9 @@ def read_mooncake(path: Path, *, time_scale: float = 1.0, token_scale: float = 1
         added = prompt - conversation_tokens[context] if prompt > conversation_tokens[context] else prompt
         conversation_tokens[context] = prompt + answer
         of_block.update(dict.fromkeys(own, context))
-        return ContextCall(
-            time_s=time_s * time_scale,
-            context=context,
-            prompt_tokens=max(1, round(added * token_scale)),
-            answer_tokens=max(1, round(answer * token_scale)),
-        )
+        return time_s, (max(1, added), max(1, answer))
 
-    return read_lines(path, call)
+    return read_lines(path, request)
 
 
 Entry = TypeVar("Entry")
@@ -414,11 +357,7 @@ _MAX_LINE_BYTES = 1 << 20
 
 
 def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
-    """Writes a trace.
-
-    Raises:
-      ConfigError: it cannot be written.
-    """
+    """Writes a trace."""
     try:
         with atomic_file(path) as file:
             for each in entries:
@@ -428,11 +367,7 @@ def write_lines(path: Path, entries: Iterable[Mapping[str, Any]]) -> None:
 
 
 def read_lines(path: Path, parse: Callable[[bytes], Entry]) -> list[Entry]:
-    """Reads a trace, each line by `parse`, which raises ValueError or ConfigError for a malformed line.
-
-    Raises:
-      ConfigError: it cannot be read, is malformed, empty or too long.
-    """
+    """Reads a trace, each line by `parse`, which raises ValueError or ConfigError for a malformed line."""
     entries: list[Entry] = []
     try:
         with open_regular(Path(path)) as file:

@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from jaxllm.errors import ConfigError
-from jaxllm.export.lookups import content_of
+from jaxllm.export.lookups import Subgraph, content_of
 from jaxllm.export.subject import Subject
 from jaxllm.models.parameters import param_specs
 
@@ -88,20 +88,14 @@ def put_blocks(schema: Any, model: Any, data: bytes, blocks: Mapping[str, Blocks
       ConfigError: the converter gave one of them another form.
     """
     of_first = {xxhash.xxh3_128_digest(each.values[0].tobytes()): each for each in blocks.values()}
-    products = {schema.BuiltinOperator.FULLY_CONNECTED}
     # By buffer: its 4-bit buffer and that of its scales.
     stored: dict[int, tuple[int, int]] = {}
 
-    def buffer(array: np.ndarray) -> int:
-        made = schema.BufferT()
-        made.data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-        model.buffers.append(made)
-        return len(model.buffers) - 1
-
     seen = set()
     for subgraph in model.subgraphs:
+        own = Subgraph(schema, model, subgraph, data)
         for operator in subgraph.operators:
-            if model.operatorCodes[operator.opcodeIndex].builtinCode not in products:
+            if own.kind(operator) != schema.BuiltinOperator.FULLY_CONNECTED:
                 continue
             tensor = subgraph.tensors[int(operator.inputs[1])]
             if tensor.type != schema.TensorType.FLOAT32 or not tensor.buffer:
@@ -115,16 +109,12 @@ def put_blocks(schema: Any, model: Any, data: bytes, blocks: Mapping[str, Blocks
                 raise ConfigError("a matrix of 4 bits has other values in the converted model; export int8")
             if tensor.buffer not in stored:
                 levels = found.levels[:rows].reshape(-1, 2).view(np.uint8) & 15
-                stored[tensor.buffer] = (
-                    buffer(levels[:, 0] | levels[:, 1] << 4),
-                    buffer(found.scales[:rows]),
-                )
-            scales, facts = schema.TensorT(), schema.BlockwiseQuantizationT()
-            scales.type, scales.shape = schema.TensorType.FLOAT16, [rows, inputs // BLOCK]
-            place = tensor.buffer
-            tensor.buffer, scales.buffer = stored[place]
-            facts.scales, facts.zeroPoints, facts.blockSize = len(subgraph.tensors), -1, BLOCK
-            subgraph.tensors.append(scales)
+                packed = levels[:, 0] | levels[:, 1] << 4
+                stored[tensor.buffer] = own.buffer(packed), own.buffer(found.scales[:rows])
+            tensor.buffer, scales = stored[tensor.buffer]
+            facts = schema.BlockwiseQuantizationT()
+            facts.scales = own.tensor([rows, inputs // BLOCK], schema.TensorType.FLOAT16, scales)
+            facts.zeroPoints, facts.blockSize = -1, BLOCK
             tensor.type, tensor.quantization = schema.TensorType.INT4, schema.QuantizationParametersT()
             tensor.quantization.detailsType = schema.QuantizationDetails.BlockwiseQuantization
             tensor.quantization.details = facts

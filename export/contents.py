@@ -29,7 +29,6 @@ class Contents:
       npu: whether it may have the three models of an NPU, in floats.
       codecs: whether it has programs of the codecs of contexts.
       stages: whether it may have the stages of w8a8 prefill, for two processors.
-      precisions: precisions of weights.
       extra, modules: the extra that it needs, and the modules of that extra.
     """
 
@@ -83,7 +82,6 @@ def require_contents(kind: str, plan: Any, *, levels: int, adapters: bool = Fals
     """Checks that a format supports a plan.
 
     Args:
-      kind: name of the format.
       plan: the requested `jaxllm.export.signatures.ExportPlan`.
       levels: number of levels besides the whole model.
       adapters: whether programs are to accept adapters.

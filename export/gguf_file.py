@@ -48,8 +48,6 @@ def write_plain_gguf(path: Path, model: PlainModel, precision: str) -> ModelConf
     """Writes a file atomically. Returns the config of its model.
 
     Args:
-      path: path of the file.
-      model: plain model of the level.
       precision: precision of its matrices, a key of `TYPES`; rows that do not divide into blocks are F16.
 
     Raises:
@@ -103,7 +101,6 @@ def write_gguf(
     """Writes parameters and the metadata of their config, tensor by tensor. Failures leave a partial file.
 
     Args:
-      path: path of the file.
       cfg: config of the model; its type is a key of `ARCHITECTURES`.
       params: (name, float array or what makes one) in the order of `param_specs(cfg)`.
       kind: GGUF's type of matrices, one that the package `gguf` quantizes to; rows that do not divide into
@@ -237,7 +234,6 @@ def vocabulary_keys(files: TokenizerFiles, vocab_size: int) -> dict[str, Any]:
     """Returns the metadata of a tokenizer, without the prefix `tokenizer.ggml.` but for the chat template.
 
     Args:
-      files: files of the tokenizer.
       vocab_size: number of rows of the embedding; missing tokens are named as unused.
 
     Raises:

@@ -26,10 +26,10 @@ def put_lookups(schema: Any, model: Any, data: bytes) -> None:
       data: its bytes, for constants.
     """
     for subgraph in model.subgraphs:
-        _Subgraph(schema, model, subgraph, data).put_lookups()
+        Subgraph(schema, model, subgraph, data).put_lookups()
 
 
-class _Subgraph:
+class Subgraph:
     """One subgraph of a model, being changed."""
 
     def __init__(self, schema: Any, model: Any, subgraph: Any, data: bytes) -> None:
@@ -37,6 +37,7 @@ class _Subgraph:
         self.kinds = schema.BuiltinOperator
 
     def put_lookups(self) -> None:
+        """See the function."""
         operators: list[Any] = []
         for operator in self.subgraph.operators:
             if self.kind(operator) == self.kinds.GATHER_ND:
@@ -88,9 +89,11 @@ class _Subgraph:
             return
 
     def kind(self, operator: Any) -> int:
+        """The operator's kind."""
         return self.model.operatorCodes[operator.opcodeIndex].builtinCode
 
     def shape(self, tensor: int) -> list[int]:
+        """The shape of a tensor."""
         return [int(each) for each in self.subgraph.tensors[tensor].shape]
 
     def before(self, tensor: int, through: tuple[int, ...]) -> Any:
@@ -101,6 +104,7 @@ class _Subgraph:
         return operator
 
     def become(self, operator: Any, kind: int, options_type: int, options: Any) -> None:
+        """Makes an operator one of another kind."""
         codes = self.model.operatorCodes
         if kind not in [each.builtinCode for each in codes]:
             code = self.schema.OperatorCodeT()
@@ -109,22 +113,25 @@ class _Subgraph:
         operator.opcodeIndex = [each.builtinCode for each in codes].index(kind)
         operator.builtinOptionsType, operator.builtinOptions = options_type, options
 
-    def tensor(self, shape: list[int], dtype: int, values: np.ndarray | None = None) -> int:
-        """A new tensor, a constant with `values`."""
+    def tensor(self, shape: list[int], dtype: int, buffer: int = 0) -> int:
+        """A new tensor, a constant of a buffer."""
         made = self.schema.TensorT()
-        made.shape, made.type, made.buffer = shape, dtype, 0
-        if values is not None:
-            buffer = self.schema.BufferT()
-            buffer.data, made.buffer = values.view(np.uint8), len(self.model.buffers)
-            self.model.buffers.append(buffer)
+        made.shape, made.type, made.buffer = shape, dtype, buffer
         self.subgraph.tensors.append(made)
         return len(self.subgraph.tensors) - 1
+
+    def buffer(self, values: np.ndarray) -> int:
+        """A new buffer."""
+        made = self.schema.BufferT()
+        made.data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        self.model.buffers.append(made)
+        return len(self.model.buffers) - 1
 
     def reshape(self, source: int, target: int) -> Any:
         """A new operator that gives one tensor the shape of another."""
         shape = np.array(self.shape(target), np.int32)
         operator, options = self.schema.OperatorT(), self.schema.ReshapeOptionsT()
-        given = self.tensor([len(shape)], self.schema.TensorType.INT32, shape)
+        given = self.tensor([len(shape)], self.schema.TensorType.INT32, self.buffer(shape))
         operator.inputs, operator.outputs = [source, given], [target]
         options.newShape = shape.tolist()
         self.become(operator, self.kinds.RESHAPE, self.schema.BuiltinOptions.ReshapeOptions, options)

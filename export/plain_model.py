@@ -41,7 +41,6 @@ class PlainModel:
     """Level as floats, read one parameter at a time from an open bundle.
 
     Attributes:
-      name: display name of the model.
       changes: adapters and their scalings, of the whole model or of the level, added to the weights.
     """
 
@@ -104,7 +103,6 @@ def read_plain(bundle: Bundle, *, level: int = FULL_LEVEL, adapter: Path | None 
 
     Args:
       bundle: bundle, which must stay open while the result is used.
-      level: level in percent.
       adapter: low-rank adapter of the model in PEFT's layout, to add to the weights.
 
     Raises:
@@ -160,8 +158,6 @@ def write_plain_folder(path: Path, model: PlainModel, precision: str) -> ModelCo
     """Writes a Hugging Face folder, atomically: config, safetensors and tokenizer. Returns its config.
 
     Args:
-      path: path of the folder.
-      model: plain model of the level.
       precision: precision of all parameters, a key of `DTYPES`.
 
     Raises:

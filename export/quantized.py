@@ -226,7 +226,6 @@ class StaticProduct:
     """Product with a weight at static steps.
 
     Attributes:
-      step: step of its inputs.
       outputs: largest magnitude of each output, `[outputs]` float32.
       channels: inputs whose excess is multiplied in floats, `[R]` int32; empty for none.
       scales: scales of the weight's rows, divided by `outputs`.
@@ -320,7 +319,6 @@ def static_level(
 
     Args:
       subject: result of `quantized_subject`, and of `with_shadow` if it is calibrated.
-      level: level in percent.
       scales: scales of weights, by name.
       ranges: ranges of the level's products.
     """

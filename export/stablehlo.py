@@ -45,7 +45,6 @@ def export_stablehlo(
     Args:
       subject: the model, with weights of `DTYPES[precision]`.
       out: the folder to make.
-      plan: the programs.
       precision: precision of weights, activations and caches.
       platforms: platforms to run on, of `PLATFORMS`.
       progress: callback for ("export" or "verify", programs done, number of programs).

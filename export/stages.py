@@ -81,7 +81,6 @@ def stage_models(
     Args:
       subject, products: results of `quantized.static_level`, of the whole model.
       facts: facts of the stages.
-      scales: scales of its weights.
       cache_tokens: length of caches (S).
     """
     cfg, weights = subject.cfg, subject.weights(FULL_LEVEL)
@@ -141,9 +140,7 @@ def run_stage(
     Args:
       params: parameters of the layer, in the form that the stage's processor multiplies by.
       inputs: see `jaxllm.export.folder_format.parts.stage_inputs`.
-      stage, layer: the stage and its layer.
       shadowed: whether the layer has a shadow.
-      cfg: config of the model.
 
     Returns:
       The stage's results by name.

@@ -140,7 +140,6 @@ def read_subject(
     """Reads a bundle.
 
     Args:
-      path: path of the bundle.
       levels: levels to export besides the whole model, in percent.
       adapter: low-rank adapter of the model in PEFT's layout, to merge into the weights.
       dtype: dtype of the dense weights; None for float32.
@@ -237,9 +236,7 @@ def read_adapters(bundle: Bundle, cfgs: Mapping[int, ModelConfig], options: Adap
     """Reads the adapters of a bundle's model, with its order of units.
 
     Args:
-      bundle: bundle of the model.
       cfgs: configs of the sub-models to export, by level.
-      options: the adapters to read.
 
     Raises:
       CheckpointError, ConfigError: an adapter cannot be read, is of another model, or has a higher rank; or

@@ -70,8 +70,6 @@ def export_tflite(
 
     Args:
       subject: the model, in float32.
-      out: path of the new folder.
-      plan: plan of the signatures.
       precision: one of `PRECISIONS`.
       ranges: ranges of activations for w8a8 (see `quantized.calibrate`).
       progress: callback for ("export" or "verify", signatures traced or run, number of signatures).

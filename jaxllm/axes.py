@@ -28,7 +28,6 @@ class Axes:
     """The lengths of a step's axes, each of the first array that has it.
 
     Args:
-      step: the step's name, for errors.
       lengths: lengths of axes that are known before.
     """
 

@@ -91,7 +91,6 @@ def check_keys(cls: type, data: Mapping[str, Any], what: str) -> None:
     """Checks that the keys of data are fields of a dataclass, including all without a default.
 
     Args:
-      cls: the dataclass.
       data: values from a file, by key.
       what: name of what the file describes, for messages.
 

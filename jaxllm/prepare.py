@@ -122,8 +122,6 @@ def prepare(
         `weights`.
       parts: additions to the model, by name; or a kit that makes it elastic: its units are put in order, and
         so quantized anew, at 8 bits if the checkpoint is quantized and `weights` is None.
-      progress: callback for ("prepare", parameters done, parameters in all), and for "auto" before that
-        ("measure", ...).
 
     Returns:
       The weights that were chosen for "auto", None for others.

@@ -45,7 +45,6 @@ class WeightPlan:
     """A format of weights.
 
     Attributes:
-      weights: format of the bundle.
       wide: names of matrices at 8 bits, of those that the format stores at 4.
     """
 
@@ -56,30 +55,29 @@ class WeightPlan:
         """Bits of a parameter."""
         return 8 if name in self.wide else parameter_bits(name, param_specs(cfg)[name], self.weights)
 
+    def parameter_bytes(self, name: str, cfg: ModelConfig) -> int:
+        """Size of a parameter in a bundle, with padding."""
+        spec, bits = param_specs(cfg)[name], self.bits(name, cfg)
+        if bits > 8:
+            return int(np.prod(spec.shape, dtype=np.int64)) * bits // 8 + ALIGN
+        four = bits == 4
+        data, scale = blocked_shapes(
+            spec.shape, bits=bits, group=32 if four else 0, axis=contracted_axis(spec),
+            minima=four and self.weights == "int4",
+        )  # fmt: skip
+        return int(np.prod(data)) + int(np.prod(scale)) * (2 if four else 4) + 2 * ALIGN
+
     def size_bytes(self, cfg: ModelConfig) -> int:
         """Size of all parameters in a bundle, with padding."""
-        total, specs = 0, param_specs(cfg)
-        for name, spec in specs.items():
-            bits = self.bits(name, cfg)
-            if bits > 8:
-                total += int(np.prod(spec.shape, dtype=np.int64)) * bits // 8 + ALIGN
-                continue
-            four = bits == 4
-            data, scale = blocked_shapes(
-                spec.shape, bits=bits, group=32 if four else 0, axis=contracted_axis(spec),
-                minima=four and self.weights == "int4",
-            )  # fmt: skip
-            total += int(np.prod(data)) + int(np.prod(scale)) * (2 if four else 4) + 2 * ALIGN
-        return total + (cfg.layers + 4) * PAGE
+        return sum(self.parameter_bytes(name, cfg) for name in param_specs(cfg)) + (cfg.layers + 4) * PAGE
 
     def described(self, cfg: ModelConfig) -> str:
         """The plan in words."""
-        kinds = [kind for kind in WIDENED if any(name.endswith(f".{kind}") for name in self.wide)]
-        counts = [
-            (kind, len({name.split(".")[1] for name in self.wide if name.endswith(f".{kind}")}))
-            for kind in kinds
-        ]
-        more = ", ".join(f"{kind} of {count} of {cfg.layers} layers" for kind, count in counts)
+        counts = {
+            kind: len({name.split(".")[1] for name in self.wide if name.endswith(f".{kind}")})
+            for kind in WIDENED
+        }
+        more = ", ".join(f"{kind} of {n} of {cfg.layers} layers" for kind, n in counts.items() if n)
         return self.weights + (f" with 8 bits for {more}" if more else "")
 
     def apply(self, params: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -147,9 +145,6 @@ def losses(
     """Divergences of plans from the float weights, in nats per token.
 
     Args:
-      source: reads the checkpoint.
-      cfg: config of its model.
-      of: plans.
       tokens: ids of a text by which matrices are quantized (see `with_input_squares`).
       held_out: ids of the text on which plans are measured, at most a window of them.
 
@@ -158,10 +153,7 @@ def losses(
     """
     if (reason := unmeasured(cfg)) is not None:
         raise ConfigError(f"{reason}: weights are not chosen by loss; name them (--weights int4)")
-    formats: list[WeightFormat] = []
-    for plan in of:
-        if plan.weights not in formats:
-            formats.append(plan.weights)
+    formats: list[WeightFormat] = list(dict.fromkeys(plan.weights for plan in of))
     wide = with_input_squares(source("f32"), cfg, tokens)
     streams = _Streams(cfg, of, np.asarray(held_out, np.int32))
     own: dict[str, tuple[Any, _ByFormat]] = {}
@@ -189,7 +181,7 @@ def losses(
         forms: list[WeightFormat] = ["f32", *formats]
         value, *others = (next(each for name, each in source(form) if name == head) for form in forms)
         streams.predict(value, dict(zip(formats, others, strict=True)))
-    return streams.divergences()
+    return [each.divergence() for each in streams.sums]
 
 
 class _Streams:
@@ -204,7 +196,7 @@ class _Streams:
         self._x: list[jax.Array] = []
         self._layer = jax.jit(functools.partial(layer_of_documents, cfg=cfg), static_argnames="layer")
         self._like: dict[object, int] = {}
-        self._sums = [_Predictions(len(tokens)) for _ in plans]
+        self.sums = [_Predictions(len(tokens)) for _ in plans]
 
     def embed(self, value: Any, by_format: _ByFormat) -> None:
         """Takes the rows of the embedding that the document needs."""
@@ -282,13 +274,9 @@ class _Streams:
                 np.asarray(logits({head: jnp.asarray(each)} | bias, x, cfg=cfg))
                 for each, x in zip(of, hidden, strict=True)
             ]
-            for sums, mine in zip(self._sums, scores[1:], strict=True):
+            for sums, mine in zip(self.sums, scores[1:], strict=True):
                 sums.add(scores[0], mine)
             first = last
-
-    def divergences(self) -> list[float]:
-        """Mean divergences of the plans, in nats per token."""
-        return [each.divergence() for each in self._sums]
 
 
 class _Predictions:
@@ -314,6 +302,6 @@ class _Predictions:
         self._most = most
 
     def divergence(self) -> float:
-        """Its mean over the tokens."""
+        """Its mean over the tokens, in nats."""
         whole = np.log(self._sum) + self._most
         return float(np.mean(self._moved / self._sum[0] - whole[0] + whole[1]))

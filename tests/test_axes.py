@@ -65,7 +65,7 @@ def test_right_arrays_pass(dtype, shape, array):
         (jnp.int32, "", 1.5, "step takes array as [] int32, got [] float"),
     ],
 )  # fmt: skip
-def test_wrong_arrays_are_told_in_one_line(dtype, shape, array, message):
+def test_wrong_arrays_are_described_in_one_line(dtype, shape, array, message):
     with pytest.raises(ConfigError) as error:
         Axes("step", B=2).check(dtype, shape, array=array)
     assert str(error.value) == message

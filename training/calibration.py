@@ -145,7 +145,6 @@ class BundleOutput:
     """Bundle that a job writes atomically.
 
     Attributes:
-      path: path of the file.
       weights: width of the matrices; None for the checkpoint's own.
       name: display name of the model; its own by default.
       kit: path of the kit to write as well (see `jaxllm.bundle.kit`); None for none.
@@ -197,8 +196,6 @@ def text_tokens(bundle: "Bundle", count: int, paths: Sequence[Path]) -> list[int
     """Returns the first `count` tokens of concatenated texts, or all.
 
     Args:
-      bundle: bundle of the tokenizer.
-      count: maximum number of tokens.
       paths: files; Python's language reference if empty.
 
     Raises:

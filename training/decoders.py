@@ -144,7 +144,6 @@ def pretrain(
 
     Args:
       recipe: recipe of the run. On resumption only duration and logging may differ from the run's own.
-      run: the run.
       texts: UTF-8 files for a recipe without sources; Python's own documentation if empty.
       valid: text to report the final loss on, never trained on.
       tokenizer: `tokenizer.json` of this project; None trains one.
@@ -207,9 +206,7 @@ def dry_run_pretrain(
     """Estimates memory and time of a run, without its teacher; see `jaxllm.training.loop.dry_run`.
 
     Args:
-      recipe: the run.
       model: a folder to train on; None: a new model, the recipe's.
-      mesh_shape: devices.
       device: see `jaxllm.training.loop.dry_run.estimate`.
 
     Raises:
@@ -347,8 +344,6 @@ def tune(trainer: Trainer, splits: Splits | PairSplits, run: Run) -> tuple[float
 
     Args:
       trainer: trainer of a job whose initial parameters compute what the model computes.
-      splits: tokens of the run.
-      run: the run.
 
     Returns:
       The model's held-out loss before, in nats per token, and the best checkpoint.
@@ -363,9 +358,7 @@ def train_lora(recipe: LoraRecipe, model: Path, run: Run, *, weights: WeightForm
     """Trains an adapter, or resumes the run, and writes the best.
 
     Args:
-      recipe: recipe of the run.
       model: Hugging Face folder, GGUF file or bundle.
-      run: the run.
       weights: width of a folder's or GGUF file's frozen matrices; None for that of the recipe's precision.
 
     Returns:
@@ -399,8 +392,6 @@ def train_on(recipe: PretrainRecipe, model: Path, run: Run) -> Path:
 
     Args:
       recipe: recipe of the run; its model is replaced by the folder's.
-      model: Hugging Face folder to start from.
-      run: the run.
 
     Returns:
       The Hugging Face folder, `hf` in the run's.
@@ -492,7 +483,6 @@ def require_trainable(cfg: ModelConfig, recipe: LoraRecipe, what: str) -> None:
 
     Args:
       cfg: config of the model; decoder-only models are always accepted.
-      recipe: recipe of the run.
       what: name of what is trained, such as "adapters".
 
     Raises:
@@ -526,10 +516,7 @@ def claimed_splits(
     run's folder.
 
     Args:
-      run: the run.
-      recipe: recipe of the run.
       model: the model; for an encoder-decoder the sources are of pairs.
-      mesh: mesh that divides the rows.
       shortened_share: see `Corpus`.
       weights: name of the output weights, if the run depends on them.
 

@@ -187,7 +187,6 @@ def load_recipe(name: str, *kinds: type[Kind]) -> Kind:
     A recipe may name another file in its folder as its `base`; its keys are defaults.
 
     Args:
-      name: name or path of the recipe.
       *kinds: classes of recipes; the last one whose required keys the file has is used.
 
     Raises:

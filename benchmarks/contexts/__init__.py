@@ -1,21 +1,11 @@
 """`jaxllm bench contexts`: switching between the contexts of apps in a tight memory budget.
 
-All systems are one manager, one store and the same kernels under other options, so that they differ in their
-idea alone. The baselines, by their names in LLMS (arXiv 2403.11805, section 4):
-
-- LMK: raw chunks; when memory is short a whole context is dropped, and computed again from its text at its
-  next call.
-- Swapping: a whole context is written when it leaves memory, and read when it is called.
-- VLLM-S: pages of 16 tokens, evicted least recently used first, written then unless they are on storage, and
-  read when their context is called.
-- VLLM-SQ: the same with all pages at 8 bits.
-- jaxllm-no-compression, -no-pipeline, -no-lifecycle: ours without one of its three techniques: all chunks at
-  8 bits; missing chunks only read; least recently used chunks first, written when they leave.
-- jaxllm-no-overlap: ours, whose prompts are computed when all chunks have been read, as those of baselines.
-- jaxllm-attend-quantized-kv: ours with `EngineOptions.attend_quantized_kv`; the others decode chunks into a
-  cache.
-
-The part `resident` has `attend_quantized_kv` on as `jaxllm`, and off as `jaxllm-decoded`.
+All systems are one manager, one store and the same kernels under other options, so that they differ in
+their idea alone. The glossary describes the baselines (LLMS, arXiv 2403.11805, section 4). Ablations are
+ours with all chunks at 8 bits (-no-compression); with missing chunks only read (-no-pipeline); with least
+recently used chunks evicted first, and written then (-no-lifecycle); with prompts computed when all chunks
+have been read (-no-overlap); and with `EngineOptions.attend_quantized_kv`, where others decode chunks into
+a cache. The part `resident` has that on as `jaxllm`, and off as `jaxllm-decoded`.
 
 A switch is timed from the call until its first token: chunks of others are evicted, and written if they were
 not written ahead, missing chunks are restored into the cache, and the new prompt is computed, with the
@@ -48,13 +38,7 @@ UNTIMED = ("traffic", "quality", "density")
 
 
 class Setting(NamedTuple):
-    """How chunks are stored, for the part `density`.
-
-    Attributes:
-      codec: its name.
-      chunk_tokens: of a chunk.
-      outliers: whether the model's keys have outliers put in (see `quality.py`).
-    """
+    """How chunks are stored, for the part `density`."""
 
     codec: str
     chunk_tokens: int
@@ -79,7 +63,7 @@ class Plan(plans.ShapePlan, plans.DataPlan):
       interval_s: mean seconds between calls to compare.
       texts, passages: windows that perplexity is measured in, and chunks whose beginning is repeated.
       settings, ratios: how chunks are stored and with what share of the bytes, where densities are compared;
-        ratios that a setting's scales leave no room for are left out, and told.
+        ratios that a setting's scales leave no room for are left out, and reported.
     """
 
     contexts: tuple[int, ...] = plans.sized((2, 4, 8, 16), "Number of active contexts.", quick=(4,), low=1)

@@ -60,11 +60,7 @@ STORED_SHARE = 0.75
 
 
 def quality_rows(bench: Run[Plan]) -> list[Row]:
-    """Perplexity, accuracy and recall of every encoding, as services store chunks.
-
-    Raises:
-      ConfigError: the data are not there, or too little.
-    """
+    """Perplexity, accuracy and recall of every encoding, as services store chunks."""
     options = EngineOptions(kv_codec=CODEC, kv_chunk_tokens=CODEC_CHUNK_TOKENS)
     engine = Engine.open(bench.path(), options=options, progress=bench.progress)
     window = engine.options.context_tokens
@@ -215,7 +211,6 @@ class Stored:
     """A context that can be restored from several encodings.
 
     Attributes:
-      chunk_io: of its engine.
       cache: as it was computed; all of its tokens are in whole chunks.
       widths: bits of each chunk, by encoding.
     """
@@ -284,12 +279,6 @@ def write_with_outliers(model: Path, out: Path, factor: float = 4.0) -> None:
 
     Args:
       model: a bundle of 8 bits with a scale per channel.
-      out: the new bundle's path.
-      factor: a power of two.
-
-    Raises:
-      ConfigError: the model's scales are shared otherwise, or norms or biases of queries and keys would undo
-        it.
     """
     with Bundle.open(model) as bundle:
         cfg = bundle.cfg
@@ -327,11 +316,7 @@ KINDS = (OURS, SHUFFLED, FLAT)
 
 
 def density_rows(bench: Run[Plan]) -> list[Row]:
-    """Perplexity and recall of the three kinds of widths, by setting and ratio.
-
-    Raises:
-      ConfigError: there is too little text, or outliers cannot be put into the model.
-    """
+    """Perplexity and recall of the three kinds of widths, by setting and ratio."""
     rows, model = [], bench.path()
     with tempfile.TemporaryDirectory(prefix="jaxllm-bench-") as folder:
         changed = Path(folder) / "outliers.jaxllm"
@@ -376,7 +361,7 @@ def _setting_rows(engine: Engine, setting: Setting, bench: Run[Plan]) -> list[Ro
             sizes.setdefault(key, []).append(stored.bytes_of(key))
         bench.progress(f"density, {setting.name}", number + 1, len(texts))
     left_out = ", ".join(f"{each:g}" for each in plan.ratios if each not in ratios)
-    told = f"; left out: ratio {left_out}, less than 2 bits take" if left_out else ""
+    note = f"; left out: ratio {left_out}, less than 2 bits take" if left_out else ""
     rows = []
     for ratio in ratios:
         whole = chunks * chunk_io.reference_bytes
@@ -390,7 +375,7 @@ def _setting_rows(engine: Engine, setting: Setting, bench: Run[Plan]) -> list[Ro
                 {kind: math.exp(each) for kind, each in means.items()} if place == 0 else means,
                 {
                     kind: f"{shares[kind]:.3f} of the bytes{_difference(nats[OURS], each)}; {len(each)} "
-                    f"contexts{told}"
+                    f"contexts{note}"
                     for kind, each in nats.items()
                 },
             )
@@ -398,12 +383,7 @@ def _setting_rows(engine: Engine, setting: Setting, bench: Run[Plan]) -> list[Ro
 
 
 def flat_widths(count: int, budget_bytes: int, sizes: Mapping[int, int]) -> np.ndarray:
-    """Two neighbouring widths, the wider of which is spread evenly over `count` chunks.
-
-    Args:
-      budget_bytes: that all take at most.
-      sizes: bits -> bytes of a chunk.
-    """
+    """Two neighbouring widths, the wider of which is spread evenly over `count` chunks."""
     for wide, narrow in zip(WIDTHS, (*WIDTHS[1:], WIDTHS[-1]), strict=True):
         left = budget_bytes - count * sizes[narrow]
         if left < 0:

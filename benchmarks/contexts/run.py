@@ -216,7 +216,6 @@ def resident_rows(engines: Mapping[str, Engine], plain: Engine, plan: Plan) -> l
 
     Args:
       engines: one that attends to coded chunks, and one of the same codec that decodes them into a cache.
-      plain: the same model without contexts.
     """
     draw, rows = np.random.default_rng(plan.seed), []
     window = plain.options.context_tokens
@@ -385,12 +384,7 @@ class Traffic(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Sizes of chunks of a model.
-
-    Attributes:
-      bytes_of: of a chunk by width.
-      reference_bytes: by which ratios are counted.
-    """
+    """Sizes of chunks of a model."""
 
     bytes_of: dict[int, int]
     reference_bytes: int

@@ -46,7 +46,6 @@ class System:
     """A system that keeps contexts.
 
     Attributes:
-      name: as rows have it.
       codec: of `EngineOptions.kv_codec`.
       options: of the manager; folder, budget and storage are those of a measurement.
       attend_quantized_kv: see `EngineOptions`.
@@ -94,7 +93,6 @@ class Cell:
     Attributes:
       pattern: of the trace.
       contexts: that are active.
-      device: whose storage chunks are on.
       budget_bytes: of all chunks in memory.
       interval_s: mean time from the end of a call to the next one, whose times are in proportion to the
         trace's; 0 for no wait.
@@ -282,11 +280,7 @@ CHUNK_TOKENS = 16
 
 
 class Systems:
-    """Engines by codec and size of chunks, and contexts with a history, each made once for all systems.
-
-    Attributes:
-      bench: the run.
-    """
+    """Engines by codec and size of chunks, and contexts with a history, each made once for all systems."""
 
     def __init__(self, bench: Run[Plan], context_tokens: int = 0) -> None:
         self.bench, self._context_tokens = bench, context_tokens
@@ -362,11 +356,7 @@ def traced(
     plan: Plan, window_tokens: int, pattern: str, contexts: int
 ) -> tuple[list[ContextCall], list[int]]:
     """Calls, and tokens of each context before them, which leave room for the calls in the window, or half of
-    it where contexts slide.
-
-    Args:
-      window_tokens: most tokens of a context.
-    """
+    it where contexts slide."""
     # Prompts and answers in a window of 2,048 tokens, as short as those of many apps: their tokens have to be
     # written. In a shorter window they are the same share.
     share, usual = window_tokens / 2048, ((32, 4), (64, 6), (96, 8), (128, 12))

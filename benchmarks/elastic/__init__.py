@@ -1,19 +1,10 @@
 """`jaxllm bench elastic`: the cost of levels and of changing them, and answers that are right and in time.
 
-The baselines, by their names in ELMS (arXiv 2409.09071, section 5.1):
+The glossary describes the baselines (ELMS, arXiv 2409.09071, section 5.1). A change of PFS-swap is counted as
+the read of its file alone; its models have their own tokenizers and widths, which rows say. Ours also runs
+without shortening prompts (-model-only), with the whole model alone (-prompt-only), and by other decisions:
 
-- PFS: plain models of several sizes, trained from nothing. All are in memory, or (PFS-swap) one at a time,
-  read from storage when another one is wanted: a change is counted as the read of its file alone. Each has
-  its own tokenizer, and a bundle its own width. Rows say the width, how many models there are and how many
-  parameters they have; a model of our whole size is among them only if it is given with `--plain-model`.
-- LLM-Pruner: a model whose levels have no anchors and no shared order in memory; changing the level moves the
-  level's weights.
-- LE (no recovery): layer-wise elastification, which leaves out the least important layers. The rest is used
-  without the recovery training that our levels have.
-- LG2+CS (no sparsity): the prompt shortened by scores as in LLMLingua-2; contextual sparsity is counted as
-  meeting every time per token without any loss, which is more than it reaches.
-- jaxllm-model-only and jaxllm-prompt-only: ours without shortening prompts, and with the whole model alone.
-- jaxllm-random: ours with decisions drawn among those in time.
+- jaxllm-random: drawn among those in time.
 - jaxllm-fixed: of each task's variants in time always the one that is right most often, as known in
   hindsight: what a rule that looks at no question can reach.
 - jaxllm-oracle: the bound. A request counts where any variant of ours is right in time, at what the variant

@@ -59,14 +59,7 @@ RESIDENT = "PFS"
 
 @dataclasses.dataclass(frozen=True)
 class Size:
-    """One of a baseline's models.
-
-    Attributes:
-      name: of the model.
-      engine: of the whole model, by which it is timed.
-      level: of that engine.
-      change_ms: time to change to it.
-    """
+    """One of a baseline's models."""
 
     name: str
     engine: Engine
@@ -75,11 +68,7 @@ class Size:
 
 
 def open_elastic(model: Path, progress: Progress = silent) -> Engine:
-    """An engine for all levels of a bundle.
-
-    Raises:
-      ConfigError: it has none.
-    """
+    """An engine for all levels of a bundle."""
     levels = levels_of(model)
     _require_levels(model, levels)
     return Engine.open(model, options=EngineOptions(levels=levels), progress=progress)
@@ -97,7 +86,7 @@ def open_baselines(
     Args:
       plain: models of other sizes, for PFS; none leaves it out.
       pruned: an elastic bundle, for LLM-Pruner; None takes ours.
-      layer_subsets: how many sizes LE has besides the whole model; 0 stands for all that there are.
+      layer_subsets: how many sizes LE has besides the whole model; 0 for all.
     """
     found = {}
     if plain:
@@ -174,9 +163,6 @@ def layer_wise(engine: Engine, importance: Sequence[float], subsets: int = 0) ->
 
     Args:
       subsets: how many numbers of layers, spread evenly from a quarter of them up; 0 takes every one.
-
-    Raises:
-      ConfigError: there is not one importance per layer.
     """
     whole, cfg = engine.runner_at(FULL_LEVEL), engine.cfg.whole
     if len(importance) != cfg.layers:
@@ -233,11 +219,7 @@ def elastic_shape(
     the other bundle's has none. The order of units is arbitrary: speed does not depend on it.
 
     Args:
-      name: of `SHAPES`.
       like: an elastic bundle whose levels, tokenizer and vocabulary it takes.
-
-    Raises:
-      ConfigError: it has fewer tokens than `like`, or that has no levels.
     """
     folder = shape_folder(name, progress)
 

@@ -203,7 +203,6 @@ def right_answers(
     """Which questions a model answers right, by the likeliest of the options.
 
     Args:
-      questions: N, what is right.
       prompts: the questions as this model reads them.
 
     Returns:
@@ -276,11 +275,7 @@ def size_variants(
     questions: Sequence[Question],
     progress: Progress = silent,
 ) -> Variants:
-    """A variant for each of several models, ascending, with the whole prompt by the model's own tokenizer.
-
-    Args:
-      profiles: of their engines, by `id`.
-    """
+    """A variant for each of several models, ascending, with the whole prompt by the model's own tokenizer."""
 
     @functools.cache
     def read(tokenizer: Tokenizer) -> tuple[list[Branching], list[int]]:

@@ -37,11 +37,7 @@ from jaxllm.text.tokenizer import Tokenizer
 
 
 def run(bench: Run[Plan]) -> list[Row]:
-    """Measures the parts that the plan names.
-
-    Raises:
-      ConfigError: the model is no elastic bundle, or has no tiny LM for the trace.
-    """
+    """Measures the parts that the plan names."""
     plan, rows, timed = bench.plan, [], None
     model = bench.model or baselines.elastic_shape(str(bench.shape), plan.weights, bench.progress)
     if plan.timed_shape:
@@ -62,7 +58,6 @@ def _trace_rows(model: Path, timed_model: Path | None, bench: Run[Plan]) -> list
     """A trace on every system and in the service, and the costs of levels where they are asked for.
 
     Args:
-      model: an elastic bundle.
       timed_model: an elastic bundle whose levels are timed in the model's place (see `baselines.py`); None
         times the model.
     """
@@ -180,12 +175,7 @@ def cases(slos: Iterable[Slo]) -> list[str]:
 def trace_rows(
     found: Mapping[str, decisions.Choices], asked: decisions.Asked, remarks: Mapping[str, str]
 ) -> list[Row]:
-    """Shares of every system, by objective and over all, ours against each other on the same requests.
-
-    Args:
-      found: the choices of each, ours among them.
-      remarks: by system, how it ran.
-    """
+    """Shares of every system, by objective and over all, ours against each other on the same requests."""
     slos = [request.slo for request in asked.trace]
     rows = []
     for case in cases(slos):
@@ -247,7 +237,6 @@ def planning_rows(outcomes: Sequence[Outcome], asked: decisions.Asked, pass_ms: 
     of the replay had to be planned.
 
     Args:
-      outcomes: of the trace's first requests.
       pass_ms: `[N]`, time of the tiny LM's pass over each question.
     """
     whole_ms = asked.whole_ms[0]
@@ -315,9 +304,6 @@ def replay_beside_whole(
     service: LLMService, asked: decisions.Asked, requests: int, progress: Progress = silent
 ) -> tuple[list[Outcome], list[bool]]:
     """Asks the first requests of a trace.
-
-    Args:
-      progress: called with ("replay", requests done, requests in all).
 
     Returns:
       The outcome of each request, and whether its objective was met at the device's speed at that moment.

@@ -17,11 +17,7 @@ PARTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(plans.TimedPlan):
-    """Sizes of one measurement; what an option asks for is said there.
-
-    Attributes:
-      slow_peers: whether "all" peers hold those too that take minutes.
-    """
+    """Sizes of one measurement; what an option asks for is said there."""
 
     parts: tuple[str, ...] = plans.parts_of(PARTS)
     weights: tuple[WeightFormat, ...] = plans.sized(

@@ -41,11 +41,7 @@ Group = Mapping[str, process.System]
 
 
 def run(bench: Run[Plan]) -> list[Row]:
-    """Measures one model.
-
-    Raises:
-      JaxllmError: the model, a peer or the plan does not fit; or a system fails.
-    """
+    """Measures one model."""
     if bench.plan.text is not None and bench.shape is not None:
         raise ConfigError("--text needs a trained model: random weights have no meaningful perplexity")
     threads = process.threads_of(bench.plan.threads)

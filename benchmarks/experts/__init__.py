@@ -63,7 +63,7 @@ class Plan(plans.TextPlan):
         "source and its target.", type=(plans.PATH, plans.PATH), multiple=False, metavar="SOURCE TARGET",
     )  # fmt: skip
     prefix: str | None = plans.sized(
-        None, "With --pairs: what tells the model the task.", metavar="TEXT",
+        None, "With --pairs: the prefix of the task.", metavar="TEXT",
         default="the model's own prefix",
     )  # fmt: skip
     budgets: tuple[int, ...] = plans.sized(

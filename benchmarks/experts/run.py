@@ -49,12 +49,7 @@ from jaxllm.text.tokenizer import Tokenizer
 
 
 def run(bench: Run[Plan]) -> list[Row]:
-    """Measures a mixture: of random weights, calibrated, or of an encoder-decoder by its tasks.
-
-    Raises:
-      ConfigError: a bundle's experts are not stored separately, or the model is asked as it does not answer.
-      CheckpointError: a model cannot be opened.
-    """
+    """Measures a mixture: of random weights, calibrated, or of an encoder-decoder by its tasks."""
     plan, progress = bench.plan, bench.progress
     if bench.shape in SWITCHES:
         # A context of 512 tokens takes a quarter of this budget.
@@ -160,7 +155,7 @@ class Mixture:
         self, names: Sequence[str], setting: systems.Setting, device: Device
     ) -> tuple[dict[str, systems.Measured], dict[str, str | None]]:
         """Times all systems in turns, and how each ran; of baselines of a task that do not fit into the
-        memory, tells."""
+        memory, says so."""
         engines: dict[str, Engine] = {}
         for name in names:
             try:
@@ -293,9 +288,9 @@ class Mixture:
         rows = []
         names = {name: OURS if name == ExpertOptions.predictor else f"{OURS}-{name}" for name in COMPARED}
         # Predictors that use a text's statistics alone are left out where there are none.
-        told = COMPARED if counts.alone.any() else (ExpertOptions.predictor,)
+        compared_fields = COMPARED if counts.alone.any() else (ExpertOptions.predictor,)
         for layer in range(len(visits)):
-            rates = {names[name]: float(hits[name][layer]) for name in told} | {"oracle": 1.0}
+            rates = {names[name]: float(hits[name][layer]) for name in compared_fields} | {"oracle": 1.0}
             rows += [
                 row(f"predictor: layer {layer}", "hit_rate", rate, system=system)
                 for system, rate in rates.items()
@@ -318,7 +313,6 @@ class TaskPairs:
     """A task.
 
     Attributes:
-      pairs: of sources and targets.
       prefix: in front of each source; None for the model's own.
       called: in rows; empty for the only one.
       labels: whether targets are labels: an answer is then right or wrong, instead of judged by Rouge-2.
@@ -340,11 +334,7 @@ class TaskPairs:
 
     @classmethod
     def of_data(cls, name: str, data: Path | None, tokenizer: Tokenizer) -> "TaskPairs":
-        """The held-out examples of one of a model's tasks.
-
-        Raises:
-          ConfigError: the model does not have it, or a file is missing.
-        """
+        """The held-out examples of one of a model's tasks."""
         chosen_tasks(tokenizer, [name])
         task = SOURCE_TASKS[name]
         return cls(
@@ -356,11 +346,7 @@ class TaskPairs:
 
     @classmethod
     def read(cls, source: Path, target: Path, prefix: str | None = None) -> "TaskPairs":
-        """The pairs of two text files, whose lines of the same number are one; none has an empty side.
-
-        Raises:
-          ConfigError: a file cannot be read, or they have not as many lines, or no pair.
-        """
+        """The pairs of two text files, whose lines of the same number are one; none has an empty side."""
         found = paired_lines(source, target, read_lines)
         if not found:
             raise ConfigError(f"{source} and {target} have no pair; give texts, one per line")
@@ -368,11 +354,7 @@ class TaskPairs:
 
     def tokens(self, engine: Engine) -> list[tuple[list[int], str]]:
         """The token ids of each source, and its target; of a model's own task those that are too long are
-        left out.
-
-        Raises:
-          ConfigError: a source is too long.
-        """
+        left out."""
         lead = engine.tokenizer.files.source_prefix if self.prefix is None else f"{self.prefix.strip()} "
         found = [(list(engine.tokenizer.encode(lead + source)), target) for source, target in self.pairs]
         most = engine.options.context_tokens

@@ -1,13 +1,8 @@
 """Opens the systems that run a mixture of experts: ours, its ablations, and EdgeMoE's baselines.
 
-All have the same buckets, reader and kernels. Ours has a buffer for experts; systems that load on demand have
-room for the experts of one token at one layer, as EdgeMoE's baselines.
-
-- IO-FREE: all experts in memory, as the checkpoint has them.
-- IO-EXP: an expert is read when the router has chosen it, as the checkpoint has it.
-- IO-QEXP: the same with all experts at 4 bits.
-- IO-QEXP, our buffer: the same with a buffer of as many bytes as ours, which keeps the experts used last.
-- STI (arXiv 2207.05022): whole layers at 4 bits are read ahead, in as much memory as ours takes.
+All have the same buckets, reader and kernels; the glossary describes the baselines. Ours has a buffer for
+experts; systems that load on demand have room for the experts of one token at one layer. STI (arXiv
+2207.05022) has as much memory as ours takes.
 
 The memory of each is measured in a process of its own.
 
@@ -63,12 +58,7 @@ _FLOAT_BITS = {"f32": 32, "bf16": 16}
 
 
 def config_of(mixed: Sequence[Path]) -> ModelConfig:
-    """The model that all bundles hold, with its experts stored separately.
-
-    Raises:
-      ConfigError: a bundle's experts are not stored separately, or bundles are of several models.
-      CheckpointError: a bundle cannot be opened.
-    """
+    """The model that all bundles hold, with its experts stored separately."""
     found = set()
     for path in mixed:
         with Bundle.open(path) as bundle:
@@ -309,12 +299,7 @@ def measured(
     prompts: Sequence[Sequence[int]],
     config: Callable[[int], GenerationConfig],
 ) -> dict[str, Measured]:
-    """Times answers of all systems in turns, over the same prompts, of which the first warms up.
-
-    Args:
-      prompts: token ids.
-      config: of the answer to the prompt of a number.
-    """
+    """Times answers of all systems in turns, over the same prompts, of which the first warms up."""
     found = {name: Measured() for name in engines}
     clocks = {name: _timed_encoding(each) for name, each in engines.items() if each.cfg.encoder is not None}
     for number, prompt, name in in_turns(engines, prompts):
@@ -379,9 +364,6 @@ def memory_rows(names: Sequence[str], setting: Setting, case: str) -> list[Row]:
     """Peak of resident memory of each system above that of Python and JAX, while it is opened and answers.
 
     Compiling takes memory of its own: systems have been opened before, so that their buckets are on disk.
-
-    Args:
-      names: of systems, ours among them.
     """
     found = {name: taken_by(_answered, name, setting) for name in names}
     notes: dict[str, str | None] = {
@@ -478,15 +460,7 @@ _VERSION = 1
 
 
 def widened_folder(folder: Path, times: int, progress: Progress = silent) -> Path:
-    """A Hugging Face folder of a mixture whose experts have `times` as many neurons, made unless it is there.
-
-    Args:
-      times: at least 2.
-      progress: called with ("Widening experts", parameters done, parameters in all).
-
-    Raises:
-      ConfigError: the model has no experts, or an odd number of neurons would be added.
-    """
+    """The folder of a mixture whose experts have `times` as many neurons, made unless it is there."""
     cfg = read_config(folder)
     added = (times - 1) * cfg.expert_ffn_size
     if times < 2 or not cfg.experts or added % 2:

@@ -65,11 +65,7 @@ _NEEDED = {"stablehlo": "flatbuffers", "tflite": "litert_converter", "litertlm":
 
 
 def run(bench: Run[Plan]) -> list[Row]:
-    """Measures the parts that the plan names.
-
-    Raises:
-      JaxllmError: a model cannot be opened.
-    """
+    """Measures the parts that the plan names."""
     if lacking := missing():
         bench = bench.without(("sampling", "shadow", "stages"), f"{lacking} is not installed")
     model = integer = bench.path()
@@ -179,8 +175,7 @@ def opening_rows(
     """Times to export, load and build, sizes of files, and memory.
 
     Args:
-      children: the systems, open.
-      runtime: what LiteRT-LM told; None where it did not run.
+      runtime: what LiteRT-LM reported; None where it did not run.
     """
     rows = []
     for system, export in exports.items():
@@ -276,8 +271,6 @@ def make_exports(
     """Exports a bundle in every format whose packages are installed.
 
     Args:
-      scratch: a folder for the exports.
-      context_tokens: of all programs.
       text: its end calibrates w8a8; None leaves that out.
 
     Returns:
@@ -326,9 +319,6 @@ def run_litert_lm(
 ) -> dict[str, Any]:
     """Runs Google's LiteRT-LM on a bundle, by its own clock; then answers texts greedily. In a process of its
     own: its runtime takes text and does not give its tokens, so that it cannot be a `Session`.
-
-    Args:
-      cache: a folder.
 
     Returns:
       `init_ms`, `prefill_tokens_per_s` and `decode_tokens_per_s` of each round, `texts`, and `peak_bytes`.
@@ -385,10 +375,6 @@ def quantize_folder(floats: Export, out: Path) -> Export:
 
     Args:
       floats: made by `jaxllm export --format tflite`.
-      out: a folder that is not there yet.
-
-    Raises:
-      JaxllmError: the package could not do it, or is not installed.
     """
     manifest, began = Manifest.read(floats.path), time.perf_counter()
     (model,) = {each.file for each in manifest.signatures}
@@ -497,11 +483,7 @@ _ORDERS: dict[str, Order] = {
 
 
 def stage_rows(integer: Path, bench: Run[Plan]) -> list[Row]:
-    """Makespans of prompts of a calibrated bundle on two processors, one more of half the context among them.
-
-    Raises:
-      JaxllmError: exporting or measuring failed.
-    """
+    """Makespans of a calibrated bundle's prompts on two processors, one more of half the context."""
     plan = bench.plan
     with tempfile.TemporaryDirectory() as folder:
         own = ["--precision", "w8a8", "--stages", *_calibration(integer, plan.text, Path(folder))]

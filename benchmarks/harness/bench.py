@@ -178,11 +178,7 @@ class Run(Generic[Sizes]):
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **sizes))
 
     def without(self, parts: Sequence[str], why: str) -> Self:
-        """The same run without the parts that cannot be measured; tells which ones these are.
-
-        Raises:
-          UsageError: none remains.
-        """
+        """The same run without the parts that cannot be measured; reports them."""
         chosen: tuple[str, ...] = self.plan.parts  # pyright: ignore[reportAttributeAccessIssue]
         unmeasured = [each for each in chosen if each in parts]
         if unmeasured and len(unmeasured) == len(chosen):
@@ -293,11 +289,7 @@ def benchmark(
 
 
 def parts_of(parts: Mapping[str, str]) -> Any:
-    """The field `parts` of a plan: all parts of a benchmark, unless some are chosen.
-
-    Args:
-      parts: name -> what it measures.
-    """
+    """The field `parts` of a plan: all parts of a benchmark, unless some are chosen."""
     explained = "; ".join(f"{name}: {what}" for name, what in parts.items())
     text = f"Run this part alone ({explained})."
     return sized(tuple(parts), text, "--only", type=click.Choice(list(parts)), default="all parts")
@@ -313,11 +305,7 @@ def devices_of(names: Sequence[str], quick: str = "real") -> Any:
 def check_plot(
     context: click.Context | None, parameter: click.Parameter | None, plot: Path | None
 ) -> Path | None:
-    """Refuses a folder for figures that cannot be drawn into, before anything is measured.
-
-    Raises:
-      click.UsageError: matplotlib is missing, or the folder cannot be made or written.
-    """
+    """Refuses a folder for figures that cannot be drawn into, before anything is measured."""
     del context, parameter
     if plot is None:
         return None

@@ -21,15 +21,7 @@ Name = TypeVar("Name")
 def in_process(
     function: Callable[..., Found], *given: Any, environment: Mapping[str, str] | None = None
 ) -> Found:
-    """What a function of a module returns in a fresh process.
-
-    Args:
-      function: by whose name the process finds it.
-      environment: variables of that process, besides those of this one.
-
-    Raises:
-      JaxllmError: the process died; whatever the function raises, too.
-    """
+    """What a function of a module returns in a fresh process."""
     before = {name: os.environ.get(name) for name in environment or {}}
     os.environ.update(environment or {})
     try:
@@ -51,15 +43,7 @@ def in_process(
 
 
 def run_python(what: str, *words: object, **how: Any) -> str:
-    """The standard output of this Python with some arguments, in a process of its own.
-
-    Args:
-      what: is run, for the error.
-      **how: arguments of `subprocess.run`.
-
-    Raises:
-      JaxllmError: it failed; with the last line of its standard error.
-    """
+    """The standard output of this Python with some arguments, in a process of its own."""
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, **how)
     if done.returncode:
@@ -90,11 +74,7 @@ class Export:
 
 
 def exported(bundle: Path, out: Path, *options: object) -> Export:
-    """The export that `jaxllm export` makes with some options, in a process of its own.
-
-    Raises:
-      JaxllmError: it failed.
-    """
+    """The export that `jaxllm export` makes with some options, in a process of its own."""
     out.parent.mkdir(exist_ok=True)
     if "litertlm" in options:
         out = out.with_suffix(".litertlm")

@@ -35,11 +35,7 @@ class Disturbance:
         self._all = _busy_s()
 
     def ended(self, *, own_s: float) -> bool | None:
-        """Whether other processes took noticeable time; None where that is not known.
-
-        Args:
-          own_s: processor time of the system under test.
-        """
+        """Whether other processes took noticeable time; None where that is not known."""
         busy = _busy_s()
         if busy is None or self._all is None:
             return None
@@ -99,9 +95,6 @@ class EnergyMeter:
 
     Args:
       packages: a folder for each, with its counter.
-
-    Raises:
-      OSError, ValueError: a counter cannot be read.
     """
 
     def __init__(self, packages: list[Path]) -> None:
@@ -138,7 +131,6 @@ class Device:
     """A storage device.
 
     Attributes:
-      name: as rows have it.
       storage: how it is read and written.
       note: its published speeds, where it is emulated.
     """
@@ -182,7 +174,7 @@ def named_devices(names: Iterable[str]) -> tuple[Device, ...]:
 
 
 def memory_of(pid: int | str, name: str, file: str = "status") -> int | None:
-    """The bytes that Linux counts of a process under a name; None where the system does not tell."""
+    """The bytes that Linux counts of a process under a name; None where the system does not report it."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
             if line.startswith(f"{name}:"):
@@ -212,9 +204,6 @@ def array_bytes(arrays: Iterable[jax.Array | np.ndarray]) -> int:
 
     Args:
       arrays: no views; those of JAX on one device that is a CPU.
-
-    Raises:
-      OSError: the system does not tell.
     """
 
     libc, total = ctypes.CDLL(None, use_errno=True), 0

@@ -228,8 +228,6 @@ class Figure:
     """A figure of the rows of one metric.
 
     Attributes:
-      name: of its file.
-      metric: of the rows.
       case: matches their cases whole. Its groups are `x`, what is across, `line`, which is the system where
         there is none, and `of`, by which there are several figures.
       up: the name of the axis of values.

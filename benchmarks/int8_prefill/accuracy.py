@@ -64,7 +64,7 @@ class Subject:
 
 
 def subjects(model: Path, plan: Plan, stage: str, progress: Progress = silent) -> Iterator[Subject]:
-    """The model as it is and with outliers put in, as the plan asks; `progress` is told of the stage."""
+    """The model as it is and with outliers put in, as the plan asks; `progress` gets the stage."""
     checkpoint = Checkpoint.find(model, progress)
     folder = checkpoint.folder(progress)
     cfg, files = checkpoint.cfg, read_tokenizer(folder)
@@ -79,11 +79,7 @@ def subjects(model: Path, plan: Plan, stage: str, progress: Progress = silent) -
 
 
 def texts_of(subject: Subject, plan: Plan) -> tuple[list[np.ndarray], ...]:
-    """Rows of tokens to calibrate on, to hold out, and to score.
-
-    Raises:
-      ConfigError: there is too little text.
-    """
+    """Rows of tokens to calibrate on, to hold out, and to score."""
     length = min(plan.row_tokens, subject.cfg.window_tokens)
     rows = whole_rows(story_tokens(Tokenizer(subject.files), plan.data), length)
     calibrating = max(plan.rows // 4, -(-LEAST_TOKENS // length))
@@ -121,11 +117,7 @@ def _subject(case: str, files: TokenizerFiles, cfg: ModelConfig, params: dict[st
 
 
 def accuracy_rows(subject: Subject, plan: Plan) -> list[Row]:
-    """Perplexity and accuracy of every quantizer.
-
-    Raises:
-      ConfigError: there is too little text.
-    """
+    """Perplexity and accuracy of every quantizer."""
     cfg, case = subject.cfg, subject.case
     known, held_out, judged = texts_of(subject, plan)
     weights = {OURS: subject.stored}
@@ -167,11 +159,11 @@ def accuracy_rows(subject: Subject, plan: Plan) -> list[Row]:
         notes[name] = f"{notes[name]}; {shadow}; {scored_tokens(judged):,} tokens"
     found = compared(case, "perplexity", perplexity, notes)
     if right:
-        told: dict[str, str | None] = {
+        differences: dict[str, str | None] = {
             name: f"{100 * (value - right['float']):+.1f} points; {len(questions)} questions"
             for name, value in right.items()
         }
-        found += compared(case, "accuracy", right, told)
+        found += compared(case, "accuracy", right, differences)
     return found
 
 
@@ -227,9 +219,6 @@ def exported_scores(
     Args:
       known: rows of the calibration text, of one length, which rows to score have, too.
       folder: for the bundle, the text and the programs.
-
-    Raises:
-      JaxllmError: exporting failed.
     """
     bundle, text, programs = folder / "model.jaxllm", folder / "text.txt", folder / "programs"
     parts, name = prefill_parts(calibration), "calibrated"
@@ -271,11 +260,7 @@ def pruned_calibrations(
 
 
 def pruning_rows(subject: Subject, plan: Plan) -> list[Row]:
-    """Perplexity by how many layers have a shadow and by what the others do.
-
-    Raises:
-      ConfigError: there is too little text.
-    """
+    """Perplexity by how many layers have a shadow and by what the others do."""
     cfg = subject.cfg
     texts, _, judged = texts_of(subject, plan)
 

@@ -102,7 +102,7 @@ class LlamaCppSession:
             "bits_per_weight": 8 * weight_bytes / sum(count for _, count in sizes.values()),
             # One row of an embedding is read; a tied one is the head too, and read whole.
             "step_bytes": weight_bytes - (0 if tied else sizes["token_embd.weight"][0]),
-            # The buffers that weights were packed into, such as AMX or REPACK, tell which kernels run.
+            # The buffers that weights were packed into, such as AMX or REPACK, show which kernels run.
             "format": f"{self._format} in {' and '.join(self._buffers)} buffers",
         }
 
@@ -299,13 +299,8 @@ def gguf_of(
       folder: a Hugging Face model folder.
       file_type: one of `FILE_TYPES`, or of `by_package`.
       threads: that the quantizer may use.
-      progress: called with ("Writing GGUF", tensors written, tensors in all).
       by_package: of `PACKAGE_TYPES`, those that the package `gguf` quantizes; llama.cpp does the others.
       vocabulary: metadata of the tokenizer (see `write_gguf`), always the same for a folder.
-
-    Raises:
-      CheckpointError: the folder cannot be read.
-      ConfigError: the model cannot be described (see `refusal`).
     """
     from jaxllm.checkpoints.huggingface import read_config, read_params
 
@@ -374,10 +369,8 @@ def write_gguf(
     """Writes a GGUF file atomically (see `jaxllm.export.gguf_file.write_gguf`).
 
     Args:
-      path: path of the file.
       cfg: config of the model; `refusal(cfg)` is None.
       params: (name, float array) pairs in the order of `param_specs(cfg)`.
-      progress: called with ("Writing GGUF", tensors written, tensors in all).
       kind: one of `PACKAGE_TYPES`.
       vocabulary: metadata of the tokenizer without the prefix `tokenizer.ggml.`; None for one character a
         token.
@@ -401,9 +394,6 @@ def quantize_gguf(source: Path, path: Path, file_type: str, threads: int) -> Non
 
     Every matrix gets the same format (`pure`), the vocabulary's too: otherwise llama.cpp would keep the head
     at Q6_K. `MIXED` is mixed as llama.cpp does. Rows that do not divide into a format's blocks get more bits.
-
-    Raises:
-      JaxllmError: the quantizer fails.
     """
     import llama_cpp
 
@@ -450,7 +440,7 @@ def _characters(size: int) -> dict[str, Any]:
         "model": "llama",
         "tokens": [text_of_token(each) for each in range(size)],
         "scores": [0.0] * size,
-        # SPM's kinds of tokens: one that stands for unknown ones, and normal ones.
+        # SPM's kinds of tokens: one of unknown ones, and normal ones.
         "token_type": [2] + [1] * (size - 1),
         # It needs some; the last token is as seldom chosen as any.
         "bos_token_id": size - 1,

@@ -59,7 +59,6 @@ class Process:
         """Starts the process.
 
         Args:
-          environment: variables besides those of all systems.
           **how: further arguments of `subprocess.Popen`; what it prints goes into a file otherwise.
         """
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `close`)
@@ -122,7 +121,6 @@ class Child(Process):
     """A system with an open model in a process of its own. A context manager; closing it ends the process.
 
     Attributes:
-      label: its name in messages.
       facts: of its session (see `Session.facts`).
       settings: of its session (see `Session`).
       open_peak_bytes: peak of resident memory while it opened the model.
@@ -139,15 +137,7 @@ class Child(Process):
         *,
         command: Sequence[str] = _COMMAND,
     ) -> None:
-        """Starts the process and opens the model.
-
-        Args:
-          progress: called as the child reports it.
-          command: a program that speaks the protocol of `child.py`.
-
-        Raises:
-          PeerFailed: it did not start, or could not open the model.
-        """
+        """Starts the process and opens the model."""
         self.label = label
         self.peak_bytes = 0
         self.disturbed: bool | None = None
@@ -212,11 +202,7 @@ class Child(Process):
 
 
 def threads_of(wanted: int) -> int:
-    """The threads that a system computes with: so many, or for 0 all cores of this process.
-
-    Raises:
-      ConfigError: there are fewer cores.
-    """
+    """The threads that a system computes with: so many, or for 0 all cores of this process."""
     cores = usable_cores()
     if not 0 <= wanted <= cores:
         raise ConfigError(f"--threads must be in [1, {cores}], the cores of this process; got {wanted}")
@@ -250,11 +236,7 @@ def opened(
 
 
 def opening_of(plan: TimedPlan, peer: str, model: Path, format_: str = "", **options: Any) -> Opening:
-    """What a system opens, with the threads and the context of a plan.
-
-    Raises:
-      ConfigError: there are fewer cores.
-    """
+    """What a system opens, with the threads and the context of a plan."""
     return Opening(
         peer=peer,
         model=model,
@@ -288,7 +270,6 @@ class Result:
       readable_bytes: bytes that memory could have delivered while the further tokens were decoded, by its
         bandwidth just before and after; 0 where that is not measured.
       disturbed: samples among those kept during which other processes computed.
-      samples: number of samples kept.
     """
 
     ms: Mapping[str, float]
@@ -343,10 +324,8 @@ def alternate(
 
     Args:
       systems: several may share a child.
-      vocab_size: of the model.
       plan: the lengths of prompts, how many tokens are decoded after each besides the first one, in how many
         rounds, and how much time is spent on samples that are not kept and on waiting for quiet.
-      progress: called with ("Measuring", done, total).
       bytes_per_s: measures memory's bandwidth at this moment; called before and after every sample.
     """
     prompts = [prompt_ids(vocab_size, tokens) for tokens in plan.prompt_tokens]
@@ -450,7 +429,6 @@ class Text:
     """A text to score: documents as token ids, in windows that do not overlap.
 
     Attributes:
-      name: of the file.
       windows: (tokens, targets) pairs; each target follows its token.
     """
 
@@ -469,13 +447,9 @@ class Text:
         """Reads a UTF-8 file, tokenized as the model does.
 
         Args:
-          path: the file.
           separator: splits the text into documents, scored apart.
           window_tokens: most tokens that a prediction sees.
           limit: most windows; 0 means all.
-
-        Raises:
-          ConfigError: the file cannot be read, or nothing is left to predict.
         """
         from jaxllm.cli.console import read_text
 

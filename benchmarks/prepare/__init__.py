@@ -21,7 +21,6 @@ class Plan(plans.TimedPlan, plans.TextPlan):
     """What is measured, and how long; what an option asks for is said there.
 
     Attributes:
-      kinds: types of GGUF files, keys of `run.FORMATS`.
       vocabulary_data: of whose texts the tokenizer of a shape is learned; None for the packaged stories.
     """
 

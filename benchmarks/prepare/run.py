@@ -46,11 +46,7 @@ _BOUND = 1.2
 
 
 def run(bench: Run[Plan]) -> list[Row]:
-    """Measures one model.
-
-    Raises:
-      JaxllmError: the model cannot be written as GGUF, or a system fails.
-    """
+    """Measures one model."""
     plan, progress = bench.plan, bench.progress
     threads, kinds = process.threads_of(plan.threads), _kinds(bench)
     if bench.shape is not None:
@@ -210,12 +206,7 @@ _SPLIT_NAME = "llama-bpe"
 
 
 def byte_pairs(size: int, texts: Iterable[Path]) -> tuple[TokenizerFiles, int]:
-    """A tokenizer of `size` entries, and how many of them were learned of the texts.
-
-    Args:
-      size: at least the 256 bytes.
-      texts: UTF-8 files.
-    """
+    """A tokenizer of `size` entries, and how many of them were learned of the texts."""
     library = Tokenizer(models.BPE(ignore_merges=True))
     library.pre_tokenizer = pre_tokenizers.Sequence(
         [

@@ -33,11 +33,7 @@ def stories_file(data: Path | None) -> Path:
 
 
 def read_stories(data: Path | None) -> list[str]:
-    """All stories of a data folder, or for None the packaged ones.
-
-    Raises:
-      ConfigError: the file cannot be read.
-    """
+    """All stories of a data folder, or for None the packaged ones."""
     stories = (each.strip() for each in read_text(stories_file(data)).split(SEPARATOR))
     return [each for each in stories if each]
 
@@ -48,11 +44,7 @@ def story_tokens(tokenizer: Tokenizer, data: Path | None) -> list[int]:
 
 
 def text_windows(tokens: Sequence[int], length: int, count: int) -> Iterator[list[int]]:
-    """Pieces of a length, spread evenly over the text.
-
-    Raises:
-      ConfigError: there is too little text.
-    """
+    """Pieces of a length, spread evenly over the text."""
     if len(tokens) < length:
         raise ConfigError(f"a text of {len(tokens)} tokens is too short for windows of {length}")
     step = (len(tokens) - length) // max(1, count - 1)
@@ -71,9 +63,6 @@ def read_examples(tasks: Sequence[str], data: Path | None, limit: int = 0) -> di
       tasks: names of `jaxllm.tasks`.
       data: the folder of the tasks' files; None takes the packaged samples.
       limit: most questions of a task; 0 takes all.
-
-    Raises:
-      ConfigError: a file is missing or malformed, or a task has no packaged sample.
     """
     if data is not None:
         return read_questions(tasks, data, limit).examples
@@ -81,11 +70,7 @@ def read_examples(tasks: Sequence[str], data: Path | None, limit: int = 0) -> di
 
 
 def packaged_examples(task: str) -> list[TaskExample]:
-    """The packaged questions of a task.
-
-    Raises:
-      ConfigError: there are none.
-    """
+    """The packaged questions of a task."""
     samples = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))
     if task not in samples:
         raise ConfigError(f"task {task} has no packaged sample, only {', '.join(samples)}; give --data DIR")
@@ -153,20 +138,12 @@ SOURCE_TASKS = {
 
 
 def read_lines(file: Path) -> list[str]:
-    """The lines of a UTF-8 file, stripped.
-
-    Raises:
-      ConfigError: it cannot be read.
-    """
+    """The lines of a UTF-8 file, stripped."""
     return [line.strip() for line in read_text(file).split("\n")]
 
 
 def chosen_tasks(tokenizer: Tokenizer, names: Sequence[str] = ()) -> list[str]:
-    """The tasks to measure a model by: those that are named, or all that it has.
-
-    Raises:
-      ConfigError: the model lacks one, or has none.
-    """
+    """The tasks to measure a model by: those that are named, or all that it has."""
     has = [name for name in SOURCE_TASKS if name in tokenizer.files.tasks]
     for name in names:
         if name not in has:
@@ -181,11 +158,7 @@ def chosen_tasks(tokenizer: Tokenizer, names: Sequence[str] = ()) -> list[str]:
 
 
 def source_examples(name: str, data: Path | None) -> list[TaskExample]:
-    """The held-out examples of a task, without an instruction: the model's prefix says what to do.
-
-    Raises:
-      ConfigError: there is no folder of data, or a file is missing or malformed.
-    """
+    """The held-out examples of a task, without an instruction: the model's prefix says what to do."""
     if data is None:
         raise ConfigError(f"{SOURCE_TASKS[name].called} has no packaged sample; give --data DIR")
     examples = SOURCE_TASKS[name].read(Path(data))

@@ -32,17 +32,13 @@ def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> 
     Args:
       job: `url`; `requests`, each with `time_s`, `headers` and `body`; `patience_s`; for a closed loop
         `clients` and `duration_s`.
-      alive: called now and then; what it raises ends the process.
 
     Returns:
       One outcome for each request that was sent: `number` of the request, `due_s`, `sent_s`, `first_s` and
       `last_s` (times of the first and the last text, None without text), `ended_s` (of the answer, or when
-      it was given up), `tokens` of the answer, `cached_tokens` of the prompt (None where it does not tell),
+      it was given up), `tokens` of the answer, `cached_tokens` of the prompt (None where it reports none),
       `status` (of HTTP; 0 where there is none), `error` (None for an answer that ended, `NOT_ANSWERED` for
       what was given up), and `jaxllm` (our object).
-
-    Raises:
-      PeerFailed: the process fails.
     """
     # Here, because the new process must not import it: it brings JAX.
     from benchmarks.harness.children import last_words
@@ -77,11 +73,7 @@ def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> 
 
 
 class Sender:
-    """Sends requests over connections of its own. In one event loop.
-
-    Attributes:
-      outcomes: of the requests sent so far.
-    """
+    """Sends requests over connections of its own. In one event loop."""
 
     def __init__(self, client: Any, began_s: float) -> None:
         self._client, self._began_s = client, began_s

@@ -29,7 +29,6 @@ class Outcome:
     """What came of one request.
 
     Attributes:
-      app: number of the app.
       due_s: when it was due, in seconds from the beginning of the load.
       late_s: how much later it was sent; large values are the load generator's fault.
       status: "answered", "refused" (too many calls) or "failed".
@@ -42,7 +41,7 @@ class Outcome:
       limits_ms: most TTFT and TPOT.
       level: that answered, in percent; None for systems without levels.
       kept_tokens: of the prompt, by the plan; None for systems without plans.
-      reused_tokens: of the prompt, from a cache; None where the system does not tell.
+      reused_tokens: of the prompt, from a cache; None where the system does not report it.
     """
 
     app: int
@@ -172,8 +171,8 @@ def figures(windows: Sequence[Window]) -> Figures:
         shares["slo_met", f"app {SLOS[app]}"] = [each.met for each in counted if each.app == app]
     shares["level", ""] = [each.level for each in answered if each.level is not None]
     for name, of in {"kept": "kept_tokens", "reused": "reused_tokens"}.items():
-        told = [(getattr(each, of), each.prompt_tokens) for each in answered]
-        shares[name, ""] = [tokens / prompt for tokens, prompt in told if tokens is not None]
+        counts = [(getattr(each, of), each.prompt_tokens) for each in answered]
+        shares[name, ""] = [tokens / prompt for tokens, prompt in counts if tokens is not None]
     times = {
         "ttft_ms": [each.ttft_ms for each in counted if each.ttft_ms],
         "tpot_ms": [each.tpot_ms for each in answered if each.tokens > 1],
@@ -233,13 +232,7 @@ def _resampled(sums: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Cell:
-    """What one system did under one load.
-
-    Attributes:
-      case: the load.
-      system: its name.
-      windows: of each repetition, in order.
-    """
+    """What one system did under one load."""
 
     case: str
     system: str
@@ -262,12 +255,7 @@ class Cell:
 
 
 def load_rows(cells: Sequence[Cell], *, objectives: bool) -> list[Row]:
-    """Rows of every case and metric.
-
-    Args:
-      cells: of all systems and loads.
-      objectives: whether there were limits of time.
-    """
+    """Rows of every case and metric."""
     rows = []
     for case in dict.fromkeys(cell.case for cell in cells):
         own = [cell for cell in cells if cell.case == case]
@@ -281,7 +269,6 @@ def memory_rows(name: str, peaks: Mapping[str, Sequence[int]], shares: Mapping[s
     """Rows of peak memory.
 
     Args:
-      peaks: bytes of each system's processes.
       shares: proportional share of memory (PSS) of each system's last process at its end.
     """
     if not peaks:

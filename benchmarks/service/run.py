@@ -35,13 +35,7 @@ from jaxllm.serving.ground.bundles import open_model
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-    """Times of the idle whole model.
-
-    Attributes:
-      tokens: lengths of prompts, ascending.
-      ttft_ms: of each.
-      tpot_ms: after the longest prompt's half.
-    """
+    """Times of the idle whole model."""
 
     tokens: tuple[int, ...]
     ttft_ms: tuple[float, ...]
@@ -80,11 +74,7 @@ class _Load:
 
 
 def run(bench: Run[Plan]) -> list[Row]:
-    """Measures one model; the outcomes of all requests are kept for figures.
-
-    Raises:
-      JaxllmError: the model, a peer or the plan does not fit, or a server fails.
-    """
+    """Measures one model; the outcomes of all requests are kept for figures."""
     plan, progress = bench.plan, bench.progress
     servers.require_httpx()
     arrivals = None if plan.trace is None else servers.Arrivals.read(plan.trace)
@@ -242,11 +232,7 @@ def _loads_of(system: servers.System, loads: Sequence[_Load]) -> list[_Load]:
 
 
 def write_outcomes(path: Path, cells: Sequence[Cell]) -> None:
-    """Writes the outcome of every request, a JSON line each.
-
-    Raises:
-      ConfigError: it cannot be written.
-    """
+    """Writes the outcome of every request, a JSON line each."""
     lines = (
         one.to_json() | {"case": each.case, "system": each.system, "repetition": repetition}
         for each in cells
@@ -266,9 +252,6 @@ def measure(
 
     Args:
       repeats: of each length, of which medians are taken, after one that is not counted.
-
-    Raises:
-      JaxllmError: a request is not answered.
     """
     draw, ours = random.Random(seed), servers.OurService()
     most = sizes.within(sizes.context_tokens, _ANSWER_TOKENS)[0]

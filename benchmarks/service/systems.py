@@ -56,7 +56,6 @@ class Request:
       time_s: when, in seconds from the beginning; 0 where clients wait for answers.
       app: number of the app in `APPS`, and of its objective in `SLOS`.
       prompt: token ids.
-      answer_tokens: to be answered.
     """
 
     time_s: float = 0.0
@@ -73,7 +72,6 @@ class Sizes:
       prompt_tokens, answer_tokens: medians.
       deviation: of the logarithms.
       context_tokens: most tokens of prompt and answer together.
-      vocab_size: number of token ids.
     """
 
     prompt_tokens: int
@@ -110,19 +108,10 @@ class Arrivals:
 
     @classmethod
     def read(cls, path: Path) -> "Arrivals":
-        """Reads a trace of Azure's LLM inference service (.csv) or of Mooncake (.jsonl).
-
-        Raises:
-          ConfigError: it is neither, cannot be read or is malformed.
-        """
-        if path.suffix == ".csv":
-            requests = read_azure(path)
-        elif path.suffix == ".jsonl":
-            calls = read_mooncake(path)
-            requests = [(each.time_s, (each.prompt_tokens, each.answer_tokens)) for each in calls]
-        else:
+        """Reads a trace of Azure's LLM inference service (.csv) or of Mooncake (.jsonl)."""
+        if path.suffix not in (".csv", ".jsonl"):
             raise ConfigError(f"{path}: a trace is Azure's .csv or Mooncake's .jsonl")
-        requests.sort()
+        requests = sorted((read_azure if path.suffix == ".csv" else read_mooncake)(path))
         return cls([time for time, _ in requests], [lengths for _, lengths in requests])
 
 
@@ -133,11 +122,7 @@ def draw_lengths(sizes: Sizes, count: int, draw: random.Random) -> list[Lengths]
 
 
 def poisson(sizes: Sizes, *, rate_per_s: float, duration_s: float, seed: int) -> list[Request]:
-    """Requests of a Poisson process.
-
-    Args:
-      rate_per_s: mean number of requests per second.
-    """
+    """Requests of a Poisson process."""
     draw = random.Random(seed)
     times = [draw.expovariate(rate_per_s)]
     while times[-1] < duration_s and len(times) < 100_000:
@@ -153,7 +138,6 @@ def from_trace(
     together so that the trace's median prompt and answer are those of the sizes.
 
     Args:
-      rate_per_s: mean number of requests per second.
       duration_s: in which they are sent.
       seed: chooses which part of the trace is sent.
 
@@ -163,7 +147,7 @@ def from_trace(
     count = max(2, min(round(rate_per_s * duration_s), len(arrivals.times_s)))
     start = random.Random(seed).randrange(len(arrivals.times_s) - count + 1)
     times = arrivals.times_s[start : start + count]
-    # Requests of one moment, as a trace may begin with, are spread as little as a clock can tell.
+    # Requests of one moment, as a trace may begin with, are spread as little as a clock shows.
     span_s = max(times[-1] - times[0], 1e-6)
     faster = span_s / duration_s
     prompts, answers = (sorted(each[side] for each in arrivals.lengths) for side in (0, 1))
@@ -229,10 +213,8 @@ class Conditions:
       model: the bundle that ours serves.
       floats: a Hugging Face folder of the same weights, for peers; None where there is no peer.
       weights: width of the bundle's weights.
-      threads: that each computes with.
       context_tokens: most tokens of prompt and answer together.
       end_ids: tokens that end an answer of the model; answers have the length that was asked for.
-      folder: for files of the servers.
       keys: of the apps, in the order of `APPS`.
     """
 
@@ -263,11 +245,7 @@ class OurService:
         return ABLATIONS[self.ablation][1] if self.ablation else None
 
     def start(self, given: Conditions, progress: Progress) -> "Server":
-        """Starts the server: the whole profile of the device is there before anything is sent.
-
-        Raises:
-          JaxllmError: it cannot be started.
-        """
+        """Starts the server: the whole profile of the device is there before anything is sent."""
         del progress
         port = free_port()
         command, environment = self.command(given, port)
@@ -326,7 +304,6 @@ class LlamaServer:
 
     Attributes:
       binary: path of `llama-server`; None for llama-cpp-python's.
-      slots: answers that the binary decodes together.
     """
 
     binary: Path | None = None
@@ -404,9 +381,6 @@ def systems_of(
       wanted: of `ABLATIONS` and `LLAMA`; empty for all that run here.
       binary: see `LlamaServer`.
       slots: see `LlamaServer`.
-
-    Raises:
-      ConfigError: a system that was named cannot run here.
     """
     systems: list[System] = [OurService()]
     systems += [OurService(each) for each in ABLATIONS if each in wanted or not wanted]
@@ -440,12 +414,7 @@ def free_port() -> int:
 
 
 class Server(Process):
-    """A running server. A context manager; leaving it ends the process.
-
-    Attributes:
-      name: of the system, in messages.
-      url: of its HTTP.
-    """
+    """A running server. A context manager; leaving it ends the process."""
 
     def __init__(
         self,
@@ -460,13 +429,9 @@ class Server(Process):
         """Starts the process and waits until it answers.
 
         Args:
-          port: that it is told to listen on.
+          port: that it listens on.
           ready: a path that answers 200 once it can be called; None does not wait for it.
           threads: that it computes with, on as many cores.
-          environment: variables besides those of all systems.
-
-        Raises:
-          PeerFailed: it ends, or is not ready in half an hour.
         """
         self.name, self.url = name, f"http://127.0.0.1:{port}"
         super().__init__(command, threads, environment)
@@ -483,11 +448,7 @@ class Server(Process):
             raise PeerFailed(f"the server of {self.name} {self.how_it_ended()}")
 
     def wait_until(self, path: str, there: "Callable[[httpx.Response], bool]") -> None:
-        """Asks for a path until the answer is as it should be.
-
-        Raises:
-          PeerFailed: the process ends, or the answer is not so in half an hour.
-        """
+        """Asks for a path until the answer is as it should be."""
         import httpx
 
         late_s = time.monotonic() + _START_S
@@ -515,14 +476,7 @@ _LATE_S = 120.0
 
 
 def start_rows(name: str, given: Conditions, starts: int, progress: Progress) -> list[Row]:
-    """Times starts of our service, whose buckets an earlier one has left on disk.
-
-    Args:
-      progress: called with ("start", starts done, starts in all).
-
-    Raises:
-      PeerFailed: the service ends, or gives no token in two minutes.
-    """
+    """Times starts of our service, whose buckets an earlier one has left on disk."""
     times = []
     for number in range(starts):
         times.append(1000 * _first_token_s(given))

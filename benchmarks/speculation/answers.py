@@ -50,12 +50,7 @@ def ask(
     label: str,
     progress: Progress,
 ) -> dict[str, Answers]:
-    """Answers of every system, all systems at one prompt before the next one.
-
-    Args:
-      prompts: token ids by task.
-      label: for `progress`, which is called with answers done and answers in all.
-    """
+    """Answers of every system, all systems at one prompt before the next one."""
     found: dict[str, Answers] = {name: {task: [] for task in prompts} for name in engines}
     asked = [(task, each) for task, all_ in prompts.items() for each in all_]
     for number, (task, prompt), name in in_turns(engines, asked):
@@ -65,11 +60,7 @@ def ask(
 
 
 def token_ms(spent: Spent) -> float:
-    """Time per token after the first: over all answers of a task, then the mean over tasks.
-
-    Raises:
-      ConfigError: no answer has a second token.
-    """
+    """Time per token after the first: over all answers of a task, then the mean over tasks."""
     means = [sum(times) / sum(tokens) for times, tokens in spent if sum(tokens)]
     if not means:
         raise ConfigError("no answer had more than one token; give more prompts, or let answers be longer")
@@ -78,11 +69,7 @@ def token_ms(spent: Spent) -> float:
 
 def ratio_interval(ours: Spent, theirs: Spent) -> tuple[float, float]:
     """The middle 95 % of how many times ours is as fast, over prompts of each task drawn with replacement,
-    the same ones for both systems (paired bootstrap); with one prompt of each task it is a point.
-
-    Args:
-      theirs: of another system's answers to the same prompts.
-    """
+    the same ones for both systems (paired bootstrap); with one prompt of each task it is a point."""
     draw = np.random.default_rng(0)
     sums = [np.zeros(_DRAWS), np.zeros(_DRAWS)]
     for pair in zip(ours, theirs, strict=True):
@@ -110,9 +97,6 @@ def rouge_l(ours: Answers, target: Answers) -> list[float]:
     """Rouge-L (F1) of each answer, the target's own being the right one; 1 where both are the same text.
 
     LLMCad measures accuracy so (section 4.1).
-
-    Raises:
-      ConfigError: `rouge-score` is not installed.
     """
     pairs = [(a.text, b.text) for task in target for a, b in zip(ours[task], target[task], strict=True)]
     return [1.0 if a == b else rouge([b], a)["rougeL"] for a, b in pairs]
@@ -127,11 +111,7 @@ def spent(answers: Answers) -> Spent:
 
 
 def own_tasks(data: Path | None) -> dict[str, list[TaskExample]]:
-    """The examples of our tasks: stories to continue and to tell, sentences to shorten, chats to sum up.
-
-    Raises:
-      ConfigError: a file is missing or malformed.
-    """
+    """The examples of our tasks: stories to continue and to tell, sentences to shorten, chats to sum up."""
     stories = read_stories(data)
     # Of each story the first words are given.
     words = [each for each in (story.split(" ") for story in stories) if len(each) > 40]
@@ -154,11 +134,7 @@ _CHAT = "multi-turn conversation"
 
 
 def spec_bench(file: Path) -> dict[str, list[TaskExample]]:
-    """The first turns of Spec-Bench by category; those of MT-Bench are one.
-
-    Raises:
-      ConfigError: the file cannot be read, or a line is malformed.
-    """
+    """The first turns of Spec-Bench by category; those of MT-Bench are one."""
     found: dict[str, list[TaskExample]] = {_CHAT: [], **{each: [] for each in _SPEC_BENCH}}
     for number, line in enumerate(read_text(file).splitlines()):
         try:
@@ -192,9 +168,6 @@ def read_prompts(
       file: of Spec-Bench, whose categories are the tasks then; for an encoder-decoder of sources, a line
         each, or what precedes the tab of a pair. None takes `own_tasks`, or the tasks that an
         encoder-decoder's folder names.
-
-    Raises:
-      ConfigError: a file is missing or malformed, or no prompt is that short.
     """
     found = {}
     if file is not None:
@@ -263,11 +236,7 @@ def quality_rows(case: str, answers: Mapping[str, Answers]) -> list[Row]:
 
 
 def draft_rows(engines: Mapping[str, Engine], device: Device, case: str) -> list[Row]:
-    """Acceptance of drafts, the share of them that was used, and what a pass's time goes to.
-
-    Args:
-      device: that weights were read from.
-    """
+    """Acceptance of drafts, the share of them that was used, and what a pass's time goes to."""
     rows = []
     for name, engine in engines.items():
         if engine.speculation is None:
@@ -297,12 +266,7 @@ def draft_rows(engines: Mapping[str, Engine], device: Device, case: str) -> list
 
 
 def notes_of(engines: Mapping[str, Engine], device: Device, how: Mapping[str, str]) -> dict[str, str]:
-    """How each system ran.
-
-    Args:
-      device: that weights were read from.
-      how: what a system was tuned to, by system.
-    """
+    """How each system ran."""
     notes = {}
     for name, engine in engines.items():
         parts = [device.note] if device.note else []
@@ -316,11 +280,7 @@ def notes_of(engines: Mapping[str, Engine], device: Device, how: Mapping[str, st
 
 
 def spent_rows(ours: str, times: Mapping[str, Spent], case: str, notes: Mapping[str, str]) -> list[Row]:
-    """Rows of one case; with notes, the interval of each ratio in it, where tasks have several prompts.
-
-    Args:
-      ours: the system that the others stand beside.
-    """
+    """Rows of one case; with notes, the interval of each ratio in it, where tasks have several prompts."""
     rows = compared(case, "tpot_ms", {name: token_ms(each) for name, each in times.items()}, notes, ours=ours)
     counts = [len(answers) for answers, _ in times[ours]]
     if not notes or max(counts) < 2:
@@ -335,12 +295,7 @@ def spent_rows(ours: str, times: Mapping[str, Spent], case: str, notes: Mapping[
 
 
 def fastest(times: Mapping[str, float], quality: Mapping[str, float]) -> str:
-    """The fastest candidate of those whose quality is within 0.05 of the best.
-
-    Args:
-      times: of each candidate, the less the better.
-      quality: Rouge-L of each candidate.
-    """
+    """The fastest candidate of those whose quality is within 0.05 of the best."""
     least = max(quality.values()) - 0.05
     return min((name for name in times if quality[name] >= least), key=lambda name: times[name])
 

@@ -67,12 +67,7 @@ def _read_prompts(plan: Plan, tokenizer: Tokenizer, count: int, seed: int) -> di
 
 def run(bench: Run[Plan]) -> list[Row]:
     """Measures a trained target; reports every budget that is too small, whose rows are left out. Of random
-    weights, measures the memory and the reads of a process alone.
-
-    Raises:
-      ConfigError: a file of the tasks is missing, or no budget is large enough.
-      CheckpointError: a model cannot be opened.
-    """
+    weights, measures the memory and the reads of a process alone."""
     if bench.shape is not None:
         with open_model(bench.path(), weights="int8", progress=bench.progress) as bundle:
             budgets = [int(share * bundle.weight_bytes) for share in bench.plan.shares]
@@ -110,11 +105,7 @@ def run(bench: Run[Plan]) -> list[Row]:
 
 
 def _budget_rows(target: Bundle, draft: Path | None, prompts: Prompts, bench: Run[Plan]) -> list[Row]:
-    """Rows of every storage and budget.
-
-    Raises:
-      ConfigError: no budget is large enough.
-    """
+    """Rows of every storage and budget."""
     plan, rows = bench.plan, list[Row]()
     narrow: Mapping[float, Path] = {}
     judged = "systems" in plan.parts and plan.judged
@@ -258,11 +249,7 @@ def memory_rows(
     Args:
       model: a bundle larger than each budget.
       budgets: in bytes.
-      progress: called with ("Measuring", budgets done, budgets in all).
       context_tokens: of the context and of the longest source, at most those of the model's window.
-
-    Raises:
-      ConfigError: a run failed.
     """
     rows = []
     for number, budget in enumerate(budgets):
@@ -345,7 +332,6 @@ class Turns:
     """A system, and what its answers took.
 
     Attributes:
-      child: the system.
       setting: the one it answers in.
       spent: milliseconds and tokens of each answer after its first token, by task.
       passes: of its weights; 0 where it does not count them.
@@ -397,9 +383,6 @@ def in_memory_rows(
       draft: a small model that may draft; None for none.
       prompts: token ids by task, timed.
       tried: by task, that settings are chosen on; without any, the first timed ones.
-
-    Raises:
-      PeerFailed: a system cannot be opened.
     """
     # After the first one.
     checkpoint, tokens = Checkpoint.find(model), bench.plan.tokens - 1
@@ -462,11 +445,6 @@ def enlarged_bundle(model: Path, times: int, progress: Progress = silent) -> Pat
 
     Args:
       model: a bundle; the larger one has its width.
-      times: at least 2.
-
-    Raises:
-      ConfigError: the model has experts or is a sub-model, or its units do not come in pairs.
-      CheckpointError: it cannot be read.
     """
     bundle = Bundle.open(model)
     require_decoder_alone(bundle.cfg, "enlarged models")
@@ -486,13 +464,7 @@ def enlarged_bundle(model: Path, times: int, progress: Progress = silent) -> Pat
 def enlarge(
     cfg: ModelConfig, params: Mapping[str, np.ndarray], times: int, progress: Progress = silent
 ) -> tuple[ModelConfig, Iterator[tuple[str, np.ndarray]]]:
-    """The larger model's config, and its parameters as they are drawn (see `enlarged_bundle`).
-
-    Args:
-      params: its float32 parameters.
-      times: at least 2.
-      progress: called with ("Enlarging the model", parameters drawn, parameters in all).
-    """
+    """The larger model's config, and its parameters as they are drawn (see `enlarged_bundle`)."""
     added = (times - 1) * cfg.ffn_size
     if times < 2 or cfg.experts or cfg.layer_units or added % 2:
         raise ConfigError(

@@ -4,14 +4,8 @@ technique, and LLMCad's baselines.
 All have the same buckets, reader and memory for weights: a draft leaves less room for layers. What a system
 may be tuned by is tried on prompts that are not counted (see `answers.tuned`).
 
-- LLMCad (arXiv 2309.04255): `SpeculationOptions.published`, in our engine.
-- Std: each layer is read when it is needed, then computed, for every token.
-- StdPL: the next layer is read while one is computed.
-- STI (arXiv 2207.05022): the pipeline over shards of fewer bits, the important ones wider (see `shards`); its
-  answers differ.
-- SP (arXiv 2211.17192): a draft of a fixed number of tokens in a line, then one verification.
-- BLD (arXiv 2302.07863): a small model answers until it is unsure, the large one rejects tokens that it finds
-  too unlikely; its answers differ.
+The glossary describes the baselines: STI (arXiv 2207.05022) and BLD (arXiv 2302.07863), whose answers differ,
+SP (arXiv 2211.17192), Std and StdPL.
 
 STI keeps a model as shards whose bitwidths are chosen one by one: all get the widest that fits, and what is
 left goes to the shards that matter most to accuracy. Here a shard is a layer's attention or its feed-forward
@@ -375,13 +369,8 @@ def narrow_bundles(
     """Bundles of a model for STI, by their mean bits of a shard's weight, made unless they are there.
 
     Args:
-      model: a bundle.
       mean_bits: of each bundle; bits that all shards can have are the same for all.
       texts: token ids on which importance is measured, none of them counted otherwise.
-      progress: called with ("Measuring shards", shards done, shards in all).
-
-    Raises:
-      CheckpointError: the model cannot be read.
     """
     with Bundle.open(_without_planes(model)) as bundle:
         digest = hashlib.sha256(repr([list(each) for each in texts]).encode()).hexdigest()[:8]
@@ -436,12 +425,7 @@ def shard_importance(
     progress: Progress = silent,
 ) -> dict[str, float]:
     """The divergence (Kullback-Leibler, nats per token) of the model's predictions where one shard alone is
-    narrowed, from those of the whole model, by shard.
-
-    Args:
-      params: in float32.
-      texts: token ids.
-    """
+    narrowed, from those of the whole model, by shard."""
     rows = [list(each[:_TEXT_TOKENS]) for each in texts if each]
     tokens = np.zeros((len(rows), _TEXT_TOKENS), np.int32)
     counted = np.zeros((len(rows), _TEXT_TOKENS), bool)

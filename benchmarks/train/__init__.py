@@ -32,8 +32,6 @@ def checks_of(*, tiny: bool, cpu: bool, repetitions: int) -> "dict[str, Callable
 
     Args:
       tiny: whether models are small, to try the checks.
-      cpu: whether the CPU is measured.
-      repetitions: timed steps of each kind.
     """
     from benchmarks.train import steps
 
@@ -138,7 +136,6 @@ def run(
 
     Args:
       out: where rows are appended as JSON lines; None for nowhere.
-      minutes: after which no check begins.
 
     Returns:
       Rows, and the names of checks that failed or were not begun.

@@ -343,11 +343,7 @@ def train_here(name: str, folder: Path) -> None:
 
 def check_resuming(name: str, folder: Path, cpu: bool) -> list[Row]:
     """Compares the parameters of killed and resumed runs with those of a whole one; this process itself
-    touches no device, which the runs need whole.
-
-    Args:
-      cpu: whether the runs are for CPUs.
-    """
+    touches no device, which the runs need whole."""
     whole = _finished(_started(name, folder / "whole", cpu), folder / "whole")
     rows = []
     for kill in (signal.SIGTERM, signal.SIGKILL):

@@ -49,7 +49,6 @@ class ProgramContexts(Contexts):
         """Opens the store.
 
         Args:
-          engine: engine that answers.
           folder: folder of the store, created if missing; for one process at a time.
           budget_bytes: maximum bytes of all chunks in memory; the cache of the running context comes on top.
           bits: bits of stored values that the folder has programs for; `RAW` for the floats of the cache.

@@ -221,7 +221,6 @@ def device_profile(
       threads: number of threads that it computes with; 0 for all cores of this process.
       whole: whether to measure every level at every length, which is a matter of minutes; else a coarse
         profile will do.
-      progress: callback for ("profile", done, total).
 
     Raises:
       ConfigError: the profile cannot be read or written.

@@ -71,7 +71,6 @@ class ProgramService(PlannedService):
           contexts: folder of contexts that outlive calls; None for no contexts.
           budget_bytes: maximum bytes of contexts' chunks in memory.
           context_bits: bits of their values (see `ProgramContexts`).
-          progress: callback for (stage, done, total).
 
         Raises:
           JaxllmError: see `ProgramContexts`.

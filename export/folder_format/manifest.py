@@ -109,11 +109,9 @@ class Manifest:
     """A folder of programs.
 
     Attributes:
-      name: display name of the model.
       model: fingerprint of the exported bundle, also stored with the weights.
       context_tokens: length of the longest caches.
       precision: precision of the weight matrices, and for w8a8 also of activations.
-      cache_dtype: dtype of keys and values.
       levels: levels by percent; 100 is the whole model.
       files: all files but the manifest, by name.
       made_with: versions of the packages that wrote it, for display.

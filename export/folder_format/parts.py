@@ -134,9 +134,7 @@ class AdapterInputs:
     """Adapters that programs accept.
 
     Attributes:
-      rank: r, the maximum rank.
       shapes: shape of each adapted parameter, by level: `[*U, D]`.
-      names: names of the adapters in the folder.
     """
 
     rank: int = option(low=1, high=MAX_DIMENSION)
@@ -258,7 +256,6 @@ class StageFacts:
     """Facts about stage programs for a loop; they are of the whole model.
 
     Attributes:
-      chunk_tokens: lengths of chunks, ascending.
       shadowed: per layer, whether it has a shadow.
     """
 

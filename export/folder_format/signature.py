@@ -71,7 +71,6 @@ class Signature:
         program.
       level: sub-model, in percent; 100 for a tiny LM's, which all levels share.
       cache_tokens: S, length of its caches; 0 for the whole context.
-      file: name of its file.
       codec, bits: codec name and width of chunks of contexts; empty and 0 for other programs.
     """
 
@@ -116,7 +115,6 @@ def level_signatures(
     """Lists the signatures of a level.
 
     Args:
-      level: level in percent.
       chunk_tokens, verify_tokens: lengths of prefill chunks and sizes of trees.
       block_tokens: maximum number of tokens that a program decodes; 0 for only single tokens.
       cache_tokens: lengths of caches besides the whole context; each gets the chunks and trees that fit.
@@ -172,10 +170,7 @@ def interface_of(
     """Returns the arrays of a program.
 
     Args:
-      signature: signature of the program.
-      cfg: config of its level's sub-model.
       cache_tokens: length of its caches (S).
-      cache_dtype: dtype of keys and values.
       source_tokens: number of rows of an encoder-decoder's source's keys and values (R).
       adapter_size: size of an adapter (N); 0 if programs accept none.
       tiny_lm: facts of the tiny LM, for a program of one.

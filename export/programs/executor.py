@@ -200,7 +200,6 @@ class Executor(abc.ABC):
         """Runs a program with the current adapter.
 
         Args:
-          signature: signature of the program.
           inputs: its inputs by name, of NumPy or of `place`; without the adapter.
           caches: its caches, donated if it returns them.
 

@@ -66,8 +66,6 @@ class JaxPrograms(Executor):
         """Makes an executor.
 
         Args:
-          manifest: manifest of the programs.
-          weights: weights of the programs of each level.
           folder: cache of compiled buckets; None caches none.
           tiny_lm: weights of the tiny LM; None for none.
           adapters: adapters that programs accept; None for none.
@@ -190,11 +188,7 @@ class JaxPrograms(Executor):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramBucket(Bucket):
-    """Runs one exported step.
-
-    Attributes:
-      contents: digest of its program.
-    """
+    """Runs one exported step."""
 
     signature: Signature
     contents: str
@@ -413,7 +407,6 @@ class ChoiceBucket(Bucket):
 
     Attributes:
       nodes: capacity of the tree; 0 for the next token of a sequence (see `jaxllm.sampling.sample`).
-      vocab_tokens: size of the vocabulary (V).
     """
 
     nodes: int
@@ -433,7 +426,6 @@ class BucketChooser:
     """Samples tokens of a vocabulary.
 
     Args:
-      vocab_size: V.
       folder: cache of compiled buckets; None caches none.
     """
 

@@ -66,7 +66,6 @@ class PackedFolder:
 
         Args:
           program: folder of programs; its earlier packed weights are deleted.
-          width: width of its weights.
           made_of: names of the model file and the runtime, in any characters.
 
         Yields:
@@ -99,11 +98,7 @@ class PackedFolder:
             written.unlink(missing_ok=True)
 
     def _found(self, named: str) -> Path | None:
-        """Returns the file whose name begins with `named`, if it is complete and this user's.
-
-        Raises:
-          OSError: the folder cannot be read.
-        """
+        """Returns the file whose name begins with `named`, if it is complete and this user's."""
         for path in sorted(self._folder.glob(f"{named}*{SUFFIX}")):
             try:
                 with private_file(path) as number:
@@ -231,8 +226,6 @@ class LiteRtExecutor(Executor):
         """Opens a model.
 
         Args:
-          manifest: manifest of the folder.
-          folder: folder of the model.
           threads: number of threads that compute; 0 for all cores of this process.
           accelerator: what runs the operations that it takes; the CPU runs the others.
           packed: cache of packed weights; None for a folder in the user's cache directory, unless its limit

@@ -24,9 +24,6 @@ class LiveExecutor(JaxPrograms):
         """Makes the programs of a model.
 
         Args:
-          name: display name of the model.
-          params: its parameters.
-          cfg: its config.
           context_tokens: length of the longest caches.
           **lengths: see `level_signatures`.
         """

@@ -209,7 +209,6 @@ def open_executor(folder: Path, *, threads: int = 0, accelerator: Accelerator = 
     """Opens the executor of a folder of `jaxllm export`.
 
     Args:
-      folder: folder of programs.
       threads: number of threads of LiteRT; 0 for all cores of this process.
 
     Raises:
@@ -258,7 +257,6 @@ def open_program_model(
     """Opens a folder of `jaxllm export`.
 
     Args:
-      folder: folder of programs.
       threads: number of threads of LiteRT; 0 for all cores of this process.
       token_chooser: samples tokens other than the most likely; None compiles buckets, which are cached on
         disk.
@@ -304,7 +302,6 @@ def open_program(
     """Opens an engine over a folder of `jaxllm export`; `warm_up` or their first use compiles programs.
 
     Args:
-      folder: folder of programs.
       level: sub-model of this engine, in percent.
       threads: number of threads of LiteRT; 0 for all cores of this process.
       speculation: options of its drafts, with a folder of programs as `model`; None for no drafts.

@@ -119,8 +119,6 @@ class StagePrograms:
         """Opens both models, each on its own cores.
 
         Args:
-          manifest: manifest of the folder.
-          folder: folder of programs.
           order: see `jaxllm.int8_prefill.schedule.Dispatcher`.
           times: file of the stages' times; None to store none.
 
@@ -198,7 +196,6 @@ class StagePrograms:
         """Runs a prompt through all layers.
 
         Args:
-          tokens: tokens of the prompt.
           at: position of the first.
           rows: cached rows of the `at` preceding tokens, `[1, K, at, H]` by the names of caches; empty for
             an empty cache.

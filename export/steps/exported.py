@@ -139,7 +139,6 @@ def run_step(
         runtimes that make the attention mask themselves `mask` `[1, 1, T, S]` bool, the positions that each
         token attends to, instead of all up to its own; padding is then written, too, into rows that the
         caches must have.
-      options: options of the model.
       with_logits: whether to run the head.
 
     Returns:

@@ -18,7 +18,6 @@ class StoredImageEncoder:
     """An encoder of images with all data for its use.
 
     Attributes:
-      cfg: its shape.
       input: size and splits of its input images.
       params: float arrays, those of `image_encoder_shapes(cfg)`.
 

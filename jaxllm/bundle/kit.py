@@ -42,7 +42,6 @@ class Kit:
 
     Attributes:
       path: the file, for messages.
-      cfg: config of the whole model.
       parts: the parts of the elastic bundle, by name.
       sample: numbers of each parameter, by its name `[n]` float32, at evenly spaced places.
     """
@@ -122,8 +121,6 @@ def write_kit(
     """Writes a kit, atomically.
 
     Args:
-      path: path of the file.
-      cfg: config of the whole model.
       params: the original checkpoint's float parameters, in their own order of units.
       parts: parts of the elastic bundle that was made of it.
     """

@@ -137,9 +137,7 @@ class Layout:
     """A manifest, parsed and checked.
 
     Attributes:
-      name: display name of the model.
       weights: width of the weight matrices.
-      cfg: the model's config.
       segments: segments by name, in file order.
       tensors: tensors by parameter name, in the order of `param_specs`.
       parts: additions to the model, by name.

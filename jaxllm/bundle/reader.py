@@ -48,7 +48,6 @@ class Bundle:
     Arrays made by `load` keep the mapping alive after `close`.
 
     Attributes:
-      path: the file.
       layout: the parsed manifest.
       fingerprint: SHA-256 of the manifest (hence of config, tokenizer and all weights), in hex.
       file: the open file, which detects changes in place; also after `close`.
@@ -254,7 +253,6 @@ class Bundle:
         """The parameters of a segment whose bytes were read into other memory.
 
         Args:
-          segment: name of the segment.
           memory: `[segment.size_bytes]` uint8 or more, aligned to 64 bytes. Weights used in place alias it,
             so it must not change while they are in use.
           low_memory: the same for the segment's low planes; None to only read the high planes of nested
@@ -392,11 +390,7 @@ _HIGH = 1e30
 
 
 class Fields:
-    """The facts of a part and its arrays, which are checked as they are taken.
-
-    Attributes:
-      facts: JSON values, unchecked.
-    """
+    """The facts of a part and its arrays, which are checked as they are taken."""
 
     def __init__(self, part: Part) -> None:
         self.facts: Mapping[str, Any] = part.facts
@@ -436,7 +430,6 @@ class PartFormat(Generic[Value]):
     """One kind of part.
 
     Attributes:
-      name: name of the part.
       subject: its contents, for messages: "its SUBJECT is malformed".
       remedy: what makes it again, for messages.
       make: function of the bundle and the part's fields that returns its value; its errors mean that the part

@@ -27,7 +27,6 @@ class TinyLm:
     """A tiny LM with all data for its use.
 
     Attributes:
-      cfg: its shape.
       params: float arrays, those of `tlm_shapes(cfg)`.
       levels: per class of the model, its level in percent, ascending.
       prompt_ratios: per class of the prompt, its share in (0, 1], ascending.

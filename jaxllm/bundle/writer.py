@@ -135,13 +135,10 @@ def write_bundle(
 
     Args:
       path: path of the file; its folder must exist.
-      cfg: config of the model.
       params: float arrays by name; or (name, array) pairs in the order of `param_specs(cfg)`, which are
         consumed one by one. An array is of floats, or `Kept` or `Measured` ones, or a quantized weight, which
         is stored unchanged; or `RowParts` of these.
       weights: format of matrices (see `parameter_bits`).
-      tokenizer: tokenizer of the model.
-      name: display name of the model.
       parts: additions to the model, by name.
       expert_bits: `[L_sparse, E]` int, bit widths of separately stored experts of a mixture: 8 (nested if
         `weights` are), 4, 2, or 16 for bfloat16 and 32 for float32. None stores them together.

@@ -20,11 +20,7 @@ _INERT = frozenset({"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"
 
 class Metadata(ConfigReader):
     """The keys of a file's architecture, without its name; an array with one equal number per layer is that
-    number. A key without a default is required.
-
-    Attributes:
-      tensors: the tensors of the file.
-    """
+    number. A key without a default is required."""
 
     def __init__(self, file: GgufFile, name: str, ignore_keys: Collection[str] = ()) -> None:
         """Reads the keys of the architecture `name`."""

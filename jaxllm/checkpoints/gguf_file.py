@@ -106,7 +106,6 @@ class GgufFile:
     Attributes:
       path: path of the file, or of its first part.
       metadata: values by key: numbers, texts, `GgufArray`s; for a split file those of its first part.
-      tensors: tensors by name.
       mapped: mapped memory of each part's tensors.
     """
 

@@ -80,7 +80,6 @@ def read_gguf_params(
     Names and shapes of all tensors are checked by this call, before anything is yielded.
 
     Args:
-      file: the file.
       cfg: the result of `read_gguf_config` for it.
       weights: the requested format; None keeps that of each tensor.
       by_rows: whether embeddings and heads are `RowParts`, which must be consumed before the next parameter.

@@ -41,10 +41,6 @@ _BEGIN_BY_DEFAULT = ("llama-bpe", "llama3", "llama-v3")
 def read_gguf_tokenizer(file: GgufFile, vocab_size: int) -> TokenizerFiles:
     """The tokenizer of a GGUF file.
 
-    Args:
-      file: the file.
-      vocab_size: number of rows of the model's embedding.
-
     Raises:
       CheckpointError: the file has no tokenizer, a malformed one, or one of an unsupported kind.
     """
@@ -138,7 +134,7 @@ def split_name(pre_tokenizer: Mapping[str, Any] | None) -> str | None:
         return None
     if rest[-1].get("add_prefix_space", True):
         return None
-    # The first name stands for all equivalent ones.
+    # The first of all equivalent names.
     return next((name for name, known in _SPLITS.items() if known == (digits, expression)), None)
 
 

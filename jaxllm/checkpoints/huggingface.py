@@ -47,7 +47,6 @@ class Checkpoint:
     """A model folder. Its config.json is read once, its weights are opened when they are first needed.
 
     Attributes:
-      folder: path of the folder.
       config: the JSON object of its config.json.
       ignore_keys: keys of the config to ignore, see `jaxllm.models.config_reader.ConfigReader`.
     """

@@ -257,8 +257,6 @@ def write_adapter(
 
     Args:
       folder: folder, created if missing; each of its two files is replaced atomically.
-      cfg: config of the model.
-      lora: config of the adapter.
       adapter: see `jaxllm.models.lora`.
       base: name or path of the model, for `base_model_name_or_path`.
 

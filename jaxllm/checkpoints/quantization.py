@@ -102,9 +102,6 @@ def packed_parameter(of: Levels, tensor: Tensor, param: str, specs: Mapping[str,
 
     Args:
       of: tensor of the checkpoint's shape; for experts all `[E, ...]` or, by `tensor.expert`, one.
-      tensor: places of our parameters in it.
-      param: the parameter.
-      specs: specs of all parameters.
 
     Returns:
       The weight; None if a group of the checkpoint spans two of our units, each of which needs separate
@@ -175,7 +172,6 @@ class Quantization:
     """The storage format of a folder's matrices.
 
     Attributes:
-      method: name of the method.
       form: our weight format.
       parts: endings of a matrix's tensors, in place of `weight`; those after a `?` are optional.
       read: function of (folder, stem of the tensors' names, shape `[out, in]`, for experts `[E, out, in]`)
@@ -220,7 +216,6 @@ def read_quantization(
     """The quantization of a config.json; None for none.
 
     Args:
-      config: the JSON object.
       ignore_keys: keys to ignore, see `ConfigReader`; None leaves unknown keys to an earlier check.
 
     Raises:

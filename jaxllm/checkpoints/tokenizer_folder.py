@@ -218,11 +218,7 @@ def _ids(folder: Path, model: Mapping[str, Any], key: str) -> Iterator[int]:
 
 
 def _sampling(folder: Path, config: Mapping[str, Any]) -> dict[str, float]:
-    """The sampling in a `generation_config.json`; `do_sample` false is greedy.
-
-    Raises:
-      CheckpointError: a value is out of range.
-    """
+    """The sampling in a `generation_config.json`; `do_sample` false is greedy."""
     found = {name: config[name] for name in MODEL_SAMPLING if config.get(name) is not None}
     # Some write it as a float, or -1 for all tokens.
     top_k = found.get("top_k")

@@ -48,7 +48,6 @@ def _calibration(name: str, recipe: type, *, one_device: str = "") -> Callable[[
     The function gets the model, the bundle to write and the given options; other options are left out.
 
     Args:
-      name: name of the subcommand.
       recipe: dataclass that declares --tokens.
       one_device: why it runs on one device only; empty if it does not.
     """

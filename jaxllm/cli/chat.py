@@ -104,11 +104,7 @@ def chat_command(
 
 
 class Conversation:
-    """A conversation with an engine.
-
-    Attributes:
-      speed: whether the speed of each answer is shown.
-    """
+    """A conversation with an engine."""
 
     def __init__(
         self,

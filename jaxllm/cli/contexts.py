@@ -182,11 +182,7 @@ def _require_none(folder: Path, damaged: "Sequence[Damage]") -> None:
 
 
 def _opened(folder: Path, keys: Path | None = None) -> "ContextStore":
-    """Opens an existing store.
-
-    Raises:
-      ConfigError: the folder is missing or not a store.
-    """
+    """Opens an existing store."""
     from jaxllm.serving.contexts.catalog import require_store
     from jaxllm.serving.contexts.store import ContextStore
 

@@ -104,7 +104,7 @@ def _chat(engine: "Engine", max_tokens: int, *, aloud: bool) -> list[dict[str, A
     for text in _data()["chat"]:
         messages.append({"role": "user", "content": text})
         answer = engine.chat(messages, GenerationConfig(max_tokens=max_tokens), session=session)
-        answers.append({"task": "chat", **_told(text, answer, aloud=aloud)})
+        answers.append({"task": "chat", **_shown(text, answer, aloud=aloud)})
         messages.append({"role": "assistant", "content": answer.text})
     return answers
 
@@ -184,11 +184,7 @@ def _served(model: Path | None, *, aloud: bool) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _service(model: Path | None) -> Iterator[Path]:
-    """Yields the socket of a service that is ready.
-
-    Raises:
-      JaxllmError: it ends before.
-    """
+    """Yields the socket of a service that is ready."""
     with tempfile.TemporaryDirectory() as folder:
         socket = Path(folder) / "jaxllm.sock"
         command = [sys.executable, "-m", "jaxllm.cli.entry", "serve", "--socket", str(socket)]
@@ -227,7 +223,7 @@ def _ask(
     )
     ids = prompt_ids(engine.tokenizer, example, now=datetime.now())
     judge = functools.partial(is_right, example) if example.options else None
-    facts = _told(example.user, engine.stream(ids, config), aloud=aloud, judge=judge, answer=example.answer)
+    facts = _shown(example.user, engine.stream(ids, config), aloud=aloud, judge=judge, answer=example.answer)
     return {"task": task, **facts}
 
 
@@ -243,10 +239,10 @@ def _translations(max_tokens: int, *, aloud: bool) -> list[dict[str, Any]]:
     if aloud:
         click.secho(f"\n{TRANSLATOR}: German to English, and English to German", bold=True)
     config = GenerationConfig(max_tokens=max_tokens)
-    return [_told(text, engine.stream(text, config), aloud=aloud) for text in _data()[TRANSLATOR]]
+    return [_shown(text, engine.stream(text, config), aloud=aloud) for text in _data()[TRANSLATOR]]
 
 
-def _told(
+def _shown(
     text: str,
     generation: "Answer",
     *,

@@ -64,7 +64,6 @@ def _text_measure(name: str, line: str) -> Callable[[Command], click.Command]:
     choice, further options) that returns a dataclass.
 
     Args:
-      name: name of the subcommand.
       line: format of the printed line, with the result as argument.
     """
 

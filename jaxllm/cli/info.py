@@ -4,7 +4,6 @@ import collections
 import dataclasses
 import gc
 import itertools
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from jaxllm.bundle import Bundle
     from jaxllm.checkpoints.huggingface import Checkpoint
     from jaxllm.config import ModelConfig
-    from jaxllm.models.parameters import ParamSpec
 
 
 @click.command("info")
@@ -220,8 +218,10 @@ def _memory(cfg: "ModelConfig", width: WeightFormat) -> dict[str, int]:
     from jaxllm.serving.ground.options import EngineOptions
     from jaxllm.serving.weights.memory_plan import SLOTS, fixed_bytes, outputs_bytes, whole_budget
     from jaxllm.serving.weights.resident_part import kept_rows_bytes
+    from jaxllm.weight_choice import WeightPlan
 
-    sizes = {name: _bytes(name, spec, width) for name, spec in param_specs(cfg).items()}
+    plan = WeightPlan(width)
+    sizes = {name: plan.parameter_bytes(name, cfg) for name in param_specs(cfg)}
     weights, quantized = sum(sizes.values()), width not in ("f32", "bf16")
     found = {"weights": weights}
     for tokens in _CONTEXTS_TOKENS:
@@ -247,16 +247,6 @@ def _memory(cfg: "ModelConfig", width: WeightFormat) -> dict[str, int]:
         visited = max(experts.values()) * cfg.experts_per_token // cfg.experts
         found["least --memory, separate experts"] = whole_budget(fixed + staying + visited)
     return found
-
-
-def _bytes(name: str, spec: "ParamSpec", weights: WeightFormat) -> int:
-    """Bytes of a parameter in a format, without padding."""
-    from jaxllm.models.parameters import parameter_bits
-
-    count, bits = math.prod(spec.shape), parameter_bits(name, spec, weights)
-    # For each 32 numbers of 4 bits a scale (and a minimum) of two bytes.
-    scales = 0 if bits > 4 else count // (8 if weights == "int4" else 16)
-    return count * bits // 8 + scales
 
 
 _MEGABYTE = 1e6

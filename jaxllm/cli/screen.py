@@ -57,7 +57,6 @@ def open_screen(*, plain: bool, history: bool, commands: Sequence[str]) -> Scree
     Args:
       plain: whether to write text as it comes, also on a terminal.
       history: whether turns are stored for later conversations.
-      commands: words that begin a turn, to be completed.
     """
     capable = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") not in (None, "dumb")
     return (
@@ -121,7 +120,6 @@ class TerminalScreen:
 
         Args:
           history: file of earlier turns; None to keep none.
-          commands: words that begin a turn, to be completed.
         """
         # Imported here: other commands do without. All of it now: an interrupt in the midst of an import ends
         # the process.

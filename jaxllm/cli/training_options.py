@@ -122,7 +122,7 @@ def pairs_options(use: str, *, several: bool = False) -> Callable[[Command], Com
             "--prefix",
             metavar="TEXT",
             multiple=several,
-            help=f"With --pairs: what tells the model the task{each}.  [default: the model's own prefix]",
+            help=f"With --pairs: the prefix of the task{each}.  [default: the model's own prefix]",
         ),
     )
 

@@ -20,7 +20,6 @@ class Resident:
     them at each call would cost part of a switch's time.
 
     Attributes:
-      context: name of its context.
       chunk: its number in the context.
       bits: its width, or `RAW`.
       blobs: blob of each layer, uint8 `[bytes]`.

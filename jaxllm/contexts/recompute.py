@@ -20,12 +20,7 @@ LOST = -1
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Delay:
-    """A delay as a linear function of an amount.
-
-    Attributes:
-      fixed_ms: delay of any amount above 0.
-      per_unit_ms: further delay of each unit.
-    """
+    """A delay as a linear function of an amount."""
 
     fixed_ms: float
     per_unit_ms: float

@@ -39,7 +39,6 @@ class Candidate:
     """Candidate for the storage of chunks.
 
     Attributes:
-      codec: its name.
       chunk_tokens: tokens of a chunk (C), which share the scale of a channel.
     """
 

@@ -133,7 +133,6 @@ def word_scores(scores: np.ndarray, words: np.ndarray, count: int, *, missing: f
     Args:
       scores: `[T]` float.
       words: `[T]` int, see `words_of`.
-      count: number of words.
       missing: score of words without tokens.
 
     Returns:

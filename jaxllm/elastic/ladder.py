@@ -218,7 +218,6 @@ def chosen_ladder(
     item. Every layer keeps at least a kv group and a step of neurons, unless levels may lack `depth`.
 
     Args:
-      cfg: the whole model.
       levels: levels in percent, ascending, the last one 100.
       groups: per layer the importances of its kv groups `[K]`, in any order.
       neurons: per layer those of its neurons, `[F]`, or `[E, F]` for experts.
@@ -265,7 +264,6 @@ def layers_ladder(cfg: ModelConfig, levels: tuple[int, ...], importance: np.ndar
     """The levels of a model as whole layers, the most important ones that fit: a baseline (LE of ELMS).
 
     Args:
-      cfg: the whole model.
       levels: levels in percent, ascending, the last one 100.
       importance: importances of the layers, `[L]`.
     """
@@ -298,7 +296,6 @@ def sub_model(params: Params, cfg: ModelConfig) -> dict[str, Weight]:
         order; or of a larger sub-model with all of these units (not every larger level has them, see
         `jaxllm.elastic.ladder`); or the result of `shared_sub_model` or of `by_address`, which is returned
         unchanged, as are parameters of an encoder-decoder, whose sub-models are counted.
-      cfg: config of the sub-model.
 
     Raises:
       ConfigError: the parameters are those of a sub-model that lacks some of the units.
@@ -366,7 +363,6 @@ def counted_sub_model(
 
     Args:
       params: parameters of the whole model (see `can_be_addressed`).
-      cfg: config of the whole model.
       level: config of the sub-model; None counts nothing.
       adapters: (adapter, scaling) pairs for matrices of layers, of the whole model or the sub-model; they
         are summed.

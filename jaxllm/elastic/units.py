@@ -74,7 +74,6 @@ def order_of_scores(cfg: ModelConfig, scores: Mapping[str, np.ndarray]) -> UnitO
     """The order of units by falling scores; the sort is stable.
 
     Args:
-      cfg: config of the model.
       scores: scores by layer i: `groups.i` `[K]`, `neurons.i` `[F]` or `[E, F]`; for an encoder-decoder also
         `cross.i` `[K]`, and its encoder's with the prefix `ENCODER`. With relative positions the groups' are
         summed over the layers, each as a share of its layer's.

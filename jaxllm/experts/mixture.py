@@ -204,7 +204,6 @@ def mixture(
 
     Args:
       x: `[B, T, D]`.
-      norm: norm of the block.
       routing: routing of these tokens, computed from `norm(x)`.
       experts: weights `[E, F, D]`, all joined, or all separate; biases `[E, F]` and `[E, D]`.
       add_input: whether to add x.
@@ -237,7 +236,6 @@ def tiles_and_weights(
 
     Args:
       routing: routing of tokens `[B, T]`.
-      experts: number of experts (E).
       valid_rows, differentiable: see `mixture`.
       loss: for nested experts, maximum share of a token's mixture to compute with only high planes (see
         `high_alone`). An expert's number plus E denotes only its high plane, in separate tiles.
@@ -308,7 +306,6 @@ def run_tile(
 
     Args:
       x: tokens `[M, D]`.
-      norm: norm of the block.
       tiles: tiles of these tokens.
       number: int32 scalar, index of the tile.
       out: visits so far.

@@ -119,7 +119,6 @@ def count_paths(ids: np.ndarray, experts: int) -> PathCounts:
 
     Args:
       ids: `[L, M, k]` int, the experts that each of M tokens visited at each sparse layer.
-      experts: number of experts of a layer (E).
     """
     layers = ids.shape[0]
     width = min(_MOST_PAIRS, experts**2)
@@ -148,7 +147,6 @@ def next_experts(
     """The predicted probability of a visit to each expert of a layer.
 
     Args:
-      counts: counts of a text.
       layer: the sparse layer, from 0.
       before: `[M, k]` int, the experts that M tokens visited at the layer before; None if unknown.
       two_before: the same for two layers before.
@@ -280,7 +278,6 @@ def count_tokens(ids: np.ndarray, tokens: np.ndarray, experts: int) -> TokenExpe
     Args:
       ids: `[L, M, k]` int, the experts that each of M tokens visited at each sparse layer.
       tokens: `[M]` int, their ids.
-      experts: number of experts of a layer (E).
     """
     seen, which = np.unique(tokens, return_inverse=True)
     most = []

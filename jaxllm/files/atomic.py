@@ -37,7 +37,6 @@ def atomic_file(path: Path, *, flush: bool = True) -> Iterator[BinaryIO]:
     of the same name removes: the file is locked as long as its writer lives.
 
     Args:
-      path: final path.
       flush: whether to wait until the data is on storage; without it a power cut may leave any part of the
         file.
 
@@ -118,9 +117,7 @@ def require_replaceable(path: Path) -> None:
     A rename would replace a device, a pipe or a link itself, instead of writing to its target.
     """
     if str(path) == "-":
-        raise FileExistsError(
-            errno.EEXIST, "it stands for a pipe, which cannot be replaced; name a file", "-"
-        )
+        raise FileExistsError(errno.EEXIST, "it means a pipe, which cannot be replaced; name a file", "-")
     try:
         mode = path.lstat().st_mode
     except OSError:  # Errors of the folder are raised when the file is created.
@@ -155,7 +152,6 @@ def remove_abandoned(folder: Path, name: str | None = None) -> None:
     """Removes temporary files of killed writers in a folder; those of living writers stay.
 
     Args:
-      folder: folder to clean up.
       name: name of the written file; None for any, in a folder without other programs' files.
     """
     if fcntl is None:

@@ -82,9 +82,7 @@ def read_json(path: Path, hint: str, *, limit_bytes: int = MAX_JSON_BYTES) -> di
     """The JSON object in a file.
 
     Args:
-      path: path of the file.
       hint: remedy for an unreadable file; the end of messages.
-      limit_bytes: size limit of the file.
 
     Raises:
       CheckpointError: the file is missing, not a regular file or too large, is not JSON or not an object.

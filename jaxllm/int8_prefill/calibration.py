@@ -75,7 +75,6 @@ class PrefillCalibration:
         """The calibration of each layer, as host arrays.
 
         Args:
-          level: one of `levels`.
           cfg: the level's sub-model, or the whole model; it gives the products' inputs.
 
         Raises:
@@ -269,7 +268,6 @@ def assembled(
     """A calibration from observations.
 
     Args:
-      cfg: config of the model.
       floats: its parameters at the best available precision.
       counts: outliers of each channel, at the steps of layers with a shadow.
       levels: level -> clipping steps `[L, 4]`, and wide ones.

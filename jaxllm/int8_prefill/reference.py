@@ -39,9 +39,6 @@ def forward_by_rule(params: Params, tokens: jax.Array, rule: Rule, *, cfg: Model
 
     Args:
       params: parameters of the model; matrices of layers are only read by the rule.
-      tokens: the text.
-      rule: computes all products of layers.
-      cfg: config of the model.
     """
     count = len(tokens)
     at = TokenPositions.after(jnp.zeros((), jnp.int32), count, jnp.asarray(count, jnp.int32))
@@ -71,13 +68,7 @@ def plain_rule(params: Params, cfg: ModelConfig) -> Rule:
 
 
 def integer_rule(params: Params, calibration: Sequence[LayerCalibration], cfg: ModelConfig) -> Rule:
-    """A rule that computes products like integer prefill, including shadows.
-
-    Args:
-      params: parameters of the model.
-      calibration: calibration of each layer.
-      cfg: config of the model.
-    """
+    """A rule that computes products like integer prefill, including shadows."""
 
     def rule(layer: int, product: int, x: jax.Array) -> list[jax.Array]:
         known, weights = calibration[layer], product_matrices(params, layer, product, cfg)

@@ -110,9 +110,6 @@ class Subgraph:
     """A stage of one layer and one chunk.
 
     Attributes:
-      chunk, layer: indices.
-      stage: stage of the layer.
-      processor: processor that runs it.
       needs: indices of its dependencies in the prompt's list, all smaller than its own.
     """
 
@@ -200,11 +197,7 @@ def placed_by_memory(
 
 
 class Dispatcher:
-    """Chooses the next subgraph of a free processor, for one prompt from its first subgraph to its last.
-
-    Attributes:
-      subgraphs: subgraphs of the prompt.
-    """
+    """Chooses the next subgraph of a free processor, for one prompt from its first subgraph to its last."""
 
     def __init__(self, subgraphs: Sequence[Subgraph], times: Times, order: Order = "out-of-order") -> None:
         """Starts a prompt.
@@ -292,7 +285,6 @@ class Timeline:
 
     Attributes:
       starts_ms, ends_ms: times of each subgraph, in the order of the list.
-      busy_ms: busy time of each processor.
     """
 
     starts_ms: tuple[float, ...]
@@ -393,12 +385,10 @@ class SpeedProfile:
     """Speeds of two processors, to predict the times of subgraphs that were not measured.
 
     Attributes:
-      name: name of the device.
       integer_gops: 8-bit operations per nanosecond of the integer processor in static subgraphs.
       float_gflops: floating-point operations per nanosecond of the float processor.
       attend_us_per_token: microseconds per token in an attention subgraph besides its products: norms,
         rotations, softmax.
-      overhead_ms: constant time of a subgraph.
     """
 
     name: str
@@ -424,14 +414,7 @@ _SHADOW_CHANNELS = 8
 
 
 def stage_operations(cfg: ModelConfig, stage: Stage, tokens: int, *, before: int = 0) -> float:
-    """Number of multiplications and additions of one subgraph over `tokens` tokens after `before` others.
-
-    Args:
-      cfg: the model.
-      stage: stage of a layer.
-      tokens: number of tokens of the chunk.
-      before: tokens in the cache.
-    """
+    """Number of multiplications and additions of one subgraph over `tokens` tokens after `before` others."""
     width, query = cfg.hidden_size, cfg.heads * cfg.head_dim
     outward = query + 2 * cfg.kv_heads * cfg.head_dim
     first = (2 if cfg.gated_ffn else 1) * cfg.ffn_size

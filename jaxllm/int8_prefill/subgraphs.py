@@ -66,7 +66,6 @@ class IntegerLayer:
 
     Args:
       params: the layer's, or those of the stages that are run.
-      calibration: calibration of the layer.
       cfg, layer: see `decoder.forward_layer`.
     """
 

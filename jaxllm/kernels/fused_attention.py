@@ -64,7 +64,6 @@ def document_attention(
       k, v: keys and values `[B, T, K, H]` float32.
       starts: `[B, T]` int32, per token the index in the sequence of its document's beginning: the token's
         own index or the start of the preceding token. Other values are an error at run time.
-      scale: factor of the scores.
       elsewhere: function that computes the same when the step is lowered for another processor.
 
     Returns:
@@ -167,7 +166,6 @@ def fused_attention(
       q: queries `[B, T, K, G, H]`.
       k, v: keys and values `[B, T, K, H]`, of the same dtype.
       starts: `[B, T]` int32, per token the index in the sequence of its document's beginning.
-      scale: factor of the scores.
       window: number of tokens that a query attends to, its own the last; 0 for all of its document.
       softcap: bound of the scores' magnitude; 0 for none.
       elsewhere: function that computes the same without a fused kernel: on other platforms, and if

@@ -265,11 +265,7 @@ NO_CHUNKS = np.zeros(2, np.uint32)
 
 class ChunkTable(_Table):
     """Open table of the coded chunks of a context, which native attention finds by a handle. It checks once
-    that each blob has the bytes of its width, and references their memory until it closes.
-
-    Attributes:
-      chunks: number of its chunks.
-    """
+    that each blob has the bytes of its width, and references their memory until it closes."""
 
     def __init__(
         self,

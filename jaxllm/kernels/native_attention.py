@@ -82,7 +82,7 @@ def attention(
     """
     seen = optional(mass)
     nothing = (positions, jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.bool_))
-    rows, base, told = nothing if tree is None else tree
+    rows, base, mask = nothing if tree is None else tree
     cos, sin = (None, None) if rotary is None else rotary
     none = (jnp.zeros((0,), jnp.uint32), jnp.zeros((0,), jnp.int32), jnp.zeros((0,), jnp.int32), None)
     handle, layer, coded_tokens, coded_mass = none if chunks is None else chunks
@@ -92,7 +92,7 @@ def attention(
         [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q, keys, values, seen, coded_seen)],
         (
             q, optional(k), optional(v), optional(cos), optional(sin), keys, values, seen,
-            count_operand(slot), rows, positions, valid, base, told, handle, layer, coded_tokens,
+            count_operand(slot), rows, positions, valid, base, mask, handle, layer, coded_tokens,
             coded_seen, optional(bias), optional(sink_logits),
         ),
         (counts_operand(used),),
@@ -162,7 +162,6 @@ def document_attention(
       q: queries `[B, T, K, G, H]` float32.
       k, v: keys and values `[B, T, K, H]` float32.
       starts: `[B, T]` int32, per token the index of its document's beginning.
-      scale: factor of the scores.
 
     Returns:
       Outputs `[B, T, K, G, H]`, and the log-sum-exp of each query's scores `[B, T, K, G]`.

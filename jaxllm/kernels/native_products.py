@@ -322,7 +322,6 @@ def stored_visits(
       x, tiles, activation, norm_scale, norm_eps: see `visits`. An expert's number plus E denotes only its
         high plane.
       actions: `[n]` int32, action of each tile.
-      weights: weights of the layer.
       out: `[P, D]` float32, or more rows, the outputs so far; donated.
       begun: results of tiles that were begun (see `begun_shape`); donated. Empty for none.
 

@@ -143,7 +143,6 @@ class TokenPositions:
 
         Args:
           rows: `[B, K, S, H]`, or those of a stack of layers, `[n, B, K, S, H]`.
-          new: keys or values.
           slot: the layer's index in the stack.
           before: int32 scalar, tokens of the sequence before the first of `rows`; None for none.
 
@@ -410,7 +409,6 @@ class KVCache:
 
         Args:
           chunks: see `QuantizedPrefix.source`.
-          tokens: number of tokens of these chunks, int32.
         """
         before = self.coded
         assert before is not None

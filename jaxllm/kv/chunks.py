@@ -85,7 +85,6 @@ def load_chunks(
 
     Args:
       cache: cache of one sequence; donate it if `reads_addresses`.
-      layers: indices of the layers.
       sources: blobs of chunks 0, 1, ...: their addresses and sizes, uint32 `[L, n, 3]` (see
         `native_attention.load_chunks`); or per layer the blobs themselves, uint8 `[n, bytes]`, padded to
         the longest.

@@ -57,7 +57,6 @@ class ConfigReader:
         """Reads a JSON object.
 
         Args:
-          config: the object.
           path: prefix of its keys in messages and in `ignore_keys` (`rope_scaling.` for a section).
           ignore_keys: keys to ignore at the user's request: unknown ones, and those that `only` would refuse.
         """

@@ -213,7 +213,6 @@ def forward_layer(
     Args:
       x: `[B, T, D]`, the layer's input.
       at: positions of the tokens.
-      past: keys and values of this layer.
       mass: see `KVCache`; None if attention mass is not counted.
       layer: index of the layer, or of an equal one.
       order: the layer's cos and sin of the positions, if known (see `rotary_by_rope`); or `position_bias`.
@@ -356,8 +355,6 @@ def layer_of_documents(own: Params, x: jax.Array, *, cfg: ModelConfig, layer: in
     """The output `[B, T, D]` of one layer of `x` `[B, T, D]`, whose sequences are one document each.
 
     Args:
-      own: parameters of the layer.
-      x: the layer's input.
       cfg: config of a model without mixed layers.
       layer: index of the layer, or of an equal one.
     """

@@ -55,7 +55,6 @@ def with_input_squares(
       params: (name, value) in the order of `param_specs(cfg)`: floats, quantized weights or `RowParts` of
         them.
       cfg: config of a model that `unmeasured` does not refuse.
-      tokens: ids of the text.
 
     Raises:
       ConfigError: a token is outside of the vocabulary, there is none, or activations are not finite.

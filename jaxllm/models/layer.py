@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from jaxllm.nn.documents import Branches
 
 CosSin = tuple[jax.Array, jax.Array]
-# What tells attention the order of tokens: cos and sin of their positions, or a bias of relative positions.
+# What gives attention the order of tokens: cos and sin of their positions, or a bias of relative positions.
 TokenOrder = CosSin | jax.Array
 Kept = TypeVar("Kept")
 # (heads of new tokens, used heads) -> (attention outputs, the layer's state, such as the cache).

@@ -128,7 +128,6 @@ class LayerAt:
     Attributes:
       table: `[2]` uint32, the handle of a weight table.
       row: int32 scalar, the layer's row in the table.
-      form: form of the parameters.
     """
 
     table: jax.Array
@@ -149,7 +148,6 @@ class LayersAt:
     Attributes:
       handles: `[n, 2]` uint32, each of a weight table with one row. They are copies, which keep none open:
         the caller of a step must reference the layers until it has ended.
-      form: form of the parameters.
     """
 
     handles: jax.Array | np.ndarray
@@ -257,7 +255,6 @@ def by_address(
 
     Args:
       params: parameters of the model. Nothing is copied.
-      beside: further arrays by name, per layer.
     """
     layers = layers_of(params, cfg)
     for layer, further in zip(layers, beside, strict=False):
@@ -344,7 +341,6 @@ def stack_by_address(layers: Sequence[Mapping[str, Any]], kinds: Sequence[Any]) 
 
     Args:
       layers: parameters of each layer by their names within it.
-      kinds: further criteria of equality, per layer.
     """
     # `jax.tree.map`, which makes shapes of parameters, sorts them by name.
     layers = [dict(sorted(params.items())) for params in layers]

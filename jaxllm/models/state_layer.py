@@ -110,7 +110,6 @@ def mixed_by_state(
 
     Args:
       state: state after the preceding tokens.
-      tokens: positions, and which are valid.
     """
     assert cfg.states is not None
     mix = _short_conv if cfg.states.kind == "short_conv" else _delta_rule

@@ -103,9 +103,9 @@ def tlm_shapes(cfg: TlmConfig) -> dict[str, Shape]:
     return shapes
 
 
-def init_tlm(cfg: TlmConfig, key: jax.Array, dtype: DTypeLike = jnp.float32) -> dict[str, jax.Array]:
+def init_tlm(cfg: TlmConfig, key: jax.Array) -> dict[str, jax.Array]:
     """Random parameters to train from (see `init_values`)."""
-    return init_values(tlm_shapes(cfg), key, dtype)
+    return init_values(tlm_shapes(cfg), key)
 
 
 def tlm_from_encoder(encoder_params: Params, cfg: TlmConfig, key: jax.Array) -> dict[str, Weight]:
@@ -113,7 +113,6 @@ def tlm_from_encoder(encoder_params: Params, cfg: TlmConfig, key: jax.Array) -> 
 
     Args:
       encoder_params: those of `encoder_shapes(cfg.encoder)`; the heads' layers are copies.
-      key: PRNG key of the heads' output matrices.
 
     Raises:
       ConfigError: the parameters belong to another encoder.

@@ -30,7 +30,7 @@ class Tensor:
     """One checkpoint tensor, and our parameters that are blocks of its rows.
 
     Attributes:
-      name: name in the checkpoint. With `{expert}` in it, it stands for one tensor per expert, each of them
+      name: name in the checkpoint. With `{expert}` in it, it names one tensor per expert, each of them
         one entry of the leading axis of its parameters.
       params: names of our parameters, in the order of their rows.
       transposed: whether rows are columns in the checkpoint.
@@ -206,7 +206,6 @@ class Architecture:
         """Translates a config.json.
 
         Args:
-          config: the JSON object.
           ignore_keys: keys to ignore, see `ConfigReader`.
           path: prefix of the keys' names, if the object is a section of another.
 

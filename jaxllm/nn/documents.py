@@ -174,7 +174,6 @@ def source_self_attention(
       bias: `[K, G, 2·T-1]` float32, added to scores by the distance of key from query: first for the key
         T-1 tokens before it, last for that T-1 after it. None for none.
       valid: int32 scalar, number of valid tokens among the T.
-      scale: factor of the scores.
       block_tokens: queries of a block; 0 for all in one, without a loop.
 
     Returns:

@@ -192,7 +192,6 @@ def attention(
       k, v: keys and values `[B, K, S, H]`.
       mask: `[T, S]` or `[B, T, S]` bool, True = attend; or float32, added to scores `[B, K·G, T, S]`
         (relative positions), with 1 for axes that share it, `MASKED` for keys that are not attended to.
-      scale: factor of the scores.
       softcap: bound of scores by tanh when positive (Gemma 2).
       sink_logits: `[K, G]` float32, additional logits in the denominator of a head's softmax without a
         value (gpt-oss); None for none.
@@ -334,12 +333,10 @@ def cached_attention(
     Args:
       new: queries, and keys and values to write; sink logits are those of `options`.
       rotary: cos and sin `[T, R]` of `rotary_cos_sin`; None without rotary embedding.
-      past: the layer's keys and values.
       mask: `[T, S]` bool, `at.visible` with the same window; after coded chunks only its shape matters.
       at: positions of the new tokens in the cache, and the number of valid ones; others are not written.
       mass: attention mass to add to, float32: `[B, S]`, summed over queries; or for a token tree `[B, 1 +
         T, S]`, per new token, after an entry 0 that stays unchanged; or None.
-      options: options of the layer.
       used: number of used kv heads among the K; None for all. Outputs of the other heads are undefined, and
         they add nothing to the mass.
 
@@ -450,7 +447,6 @@ def source_attention(
       q: queries `[B, T, K, G, H]`.
       source: source of the layer; the native kernel reads its rows like those of a cache.
       at: positions of the queries' tokens, and the number of valid ones.
-      scale: factor of the scores.
       used: see `cached_attention`.
 
     Returns:

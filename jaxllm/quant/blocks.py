@@ -304,7 +304,6 @@ def take_blocked_inputs(weight: BlockedArray, index: jax.Array) -> jax.Array:
     """The weights of some inputs as floats `[N, outputs]` float32; no other blocks are read.
 
     Args:
-      weight: weight in blocks.
       index: `[N]` integers in range, counted over all contracted axes together.
     """
     last = weight.axis == -1

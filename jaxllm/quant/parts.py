@@ -108,7 +108,6 @@ class StackEntry(Shaped):
 
     Attributes:
       stack: `[n, ...]`, of n layers.
-      index: the layer's.
     """
 
     def __init__(self, stack: jax.Array, index: int) -> None:
@@ -304,7 +303,6 @@ def by_form(matrices: Sequence[Weight], stack: Callable[..., Any] = jnp.stack) -
     """Matrices `[R, C]` as one weight, grouped by form (type, shapes and dtypes).
 
     Args:
-      matrices: matrices in order.
       stack: stacks arrays along a new leading axis.
     """
     forms: dict[Any, list[Weight]] = {}

@@ -78,8 +78,6 @@ class Prefix(Shaped):
     """The first entries of an axis of a weight that stays whole in memory, cut in the step that uses them.
 
     Attributes:
-      base: the whole weight.
-      count: number of entries.
       axis: 0 for units: compilers for GPU and TPU fuse the slice, whereas one outside of a compiled step is a
         copy. 1 for the rows of each matrix of a stack `[E, R, C]`, the experts of a sub-model: these are not
         a prefix of the stack's memory.

@@ -66,7 +66,6 @@ def add_nodes(
     """Adds nodes after the existing ones, as many as fit.
 
     Args:
-      tree: the tree.
       parents: `[T]` int32, nodes in use.
       tokens: `[T]` int32.
       confidences: `[T]` float32, confidence of each token given its parent.
@@ -100,7 +99,6 @@ def accepted_nodes(tree: TokenTree, chosen: jax.Array) -> jax.Array:
     target's token after its parent.
 
     Args:
-      tree: the tree.
       chosen: `[M]` int32, the target's token after each node.
     """
     as_chosen = (tree.tokens == chosen[jnp.maximum(tree.parents, 0)]) | (tree.parents < 0)
@@ -261,7 +259,6 @@ def next_tips(
     """The nodes that the draft extends next.
 
     Args:
-      tree: the tree.
       fed: `[M]` bool, nodes that the draft has extended.
       count: number of nodes to choose.
       pacer: the order of choice.
@@ -293,7 +290,6 @@ def missing_tokens(tree: TokenTree, fed: jax.Array) -> jax.Array:
     the largest f gets the next one.
 
     Args:
-      tree: the tree.
       fed: `[M]` bool, as in `next_tips`; the branches end in the other nodes.
 
     Returns:
@@ -320,7 +316,6 @@ def grow(
     with a confidence above `threshold`.
 
     Args:
-      tree: the tree.
       tips: `[T]` int32, the nodes.
       valid: int32 scalar, number of valid nodes.
       probabilities: `[T, V]` float32, the draft's probabilities after each.

@@ -165,7 +165,6 @@ def cut(questions: Sequence[Branching], lengths: Sequence[int]) -> dict[int, lis
 
     Args:
       questions: no trunk with a branch is longer than the longest row.
-      lengths: lengths of rows, ascending.
     """
     pieces: dict[int, list[Piece]] = {length: [] for length in lengths}
     answers = 0

@@ -117,7 +117,6 @@ def prefill_restored(
       past: the layer's keys and values, possibly with some chunks in or before it; donated.
       mass: see `KVCache`; donated.
       chunks: stored chunks to load.
-      layer: index of the layer.
 
     Returns:
       The next layer's input, keys and values, and the mass.

@@ -297,7 +297,6 @@ def score_branches(
     Args:
       tokens: `[B, T]` int32; consecutively packed documents.
       starts: `[B, T]` int32 (see `forward_documents`); padding is a separate document.
-      branches: branches of the documents.
       scored: tokens to score.
 
     Returns:

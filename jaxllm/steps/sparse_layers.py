@@ -82,10 +82,8 @@ def attend_layer(
     layer to layer that their choices are mostly those of the next layers.
 
     Args:
-      params: parameters of the layer, without experts.
       next_routers: "router" and "ffn_norm" of the next sparse layers, nearest first.
       x, at, past, mass: see `decoder.forward_layer`; x, past and mass are donated.
-      of: the layer.
 
     Returns:
       The tokens before the experts, a buffer for the outputs of all tiles, keys and values, the mass.
@@ -118,7 +116,6 @@ def attend_encoder(
     """A sparse layer of an encoder up to its experts.
 
     Args:
-      params: parameters of the layer, without experts.
       x, bias, valid: see `encoder_decoder.encoder_layer`; x is donated.
       of: the layer, of the encoder.
       ahead: number of layers for which `AtExperts` has probabilities; here zeros.

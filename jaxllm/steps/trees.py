@@ -50,7 +50,6 @@ def read_nodes(
     """Runs some nodes of a tree through the model, after or together with their ancestors.
 
     Args:
-      tree: the tree.
       nodes: `[T]` int32, ascending.
       valid: int32 scalar; the first `valid` nodes are valid.
       cache: cache of the sequence without the root, with room for the tree after it; its length is not
@@ -131,7 +130,6 @@ def verify(
     """Runs a whole tree through the target and accepts the path that the target would have sampled.
 
     Args:
-      tree: the tree.
       cache: cache of the target; donated.
       sampler: sampler of the sequence up to the root, batch 1; donated.
       limit: int32 scalar, maximum number of tokens of the result, at least 1.
@@ -219,7 +217,6 @@ def prune(
 
     Args:
       cache: cache of the drafter, with the tree's rows.
-      tree: the tree.
       fed: `[M]` bool, nodes whose rows the cache has.
       most: int32 scalar, at least 1; number of nodes to keep, including all of their parents.
 

@@ -22,8 +22,6 @@ class Task:
     """A task by name.
 
     Attributes:
-      name: name for users.
-      title: one-line title.
       read: function from (folder of all data, split) to its examples.
       score: scoring of answers: by the most likely option, by whether the right answer is the greedy
         continuation, by equality of a free answer with the right one, or by ROUGE.

@@ -115,7 +115,6 @@ def paired_lines(source: Path, target: Path, read: Callable[[Path], Sequence[str
     """Pairs the lines of two files by their numbers; pairs with an empty side are left out.
 
     Args:
-      source, target: the files.
       read: function that reads the lines of a file, stripped.
 
     Raises:

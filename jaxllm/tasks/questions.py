@@ -31,10 +31,7 @@ def branching(
     of `article`.
 
     Args:
-      tokenizer: tokenizer of the model.
-      example: the question.
       end: `end_of_turn_id(tokenizer)`, computed once for many questions.
-      now: time for templates that use it.
 
     Raises:
       ConfigError: see `encode_prompt`.
@@ -67,8 +64,6 @@ class Question:
     """An encoded question with options.
 
     Attributes:
-      example: the question.
-      prompt: its tokens and droppable spans.
       per_byte: whether its options are compared by likelihood per byte.
     """
 
@@ -107,8 +102,6 @@ def shorten(
     """Encodes a question at every prompt ratio, each with the share of its tokens that remains.
 
     Args:
-      tokenizer: tokenizer of the model.
-      question: question with its whole prompt.
       scores: `[T]`, scores of the prompt's tokens (see `keep_tokens`).
       prompt_ratios: shares of the prompt, in (0, 1].
     """

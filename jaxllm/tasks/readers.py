@@ -30,12 +30,12 @@ def split_files(folder: str, make: Callable[[Record], TaskExample]) -> Reader:
     return lambda data, split: read_jsonl(Path(data) / folder / f"{split}.jsonl", lambda each: [make(each)])
 
 
-def validation_file(path: str, make: Callable[[Record], TaskExample]) -> Reader:
-    """The reader of a file that is a validation split; there is no training split."""
+def only_split(path: str | Path, own: Split, make: Callable[[Record], TaskExample]) -> Reader:
+    """The reader of a file, absolute or under the folder of all data, that has one split."""
 
     def read(data: Path, split: Split) -> Iterator[TaskExample]:
-        if split != "valid":
-            raise ConfigError(f"{path} has only a validation split, nothing to train on")
+        if split != own:
+            raise ConfigError(f"{path} has only examples of the split {own}, none of {split}")
         return read_jsonl(Path(data) / path, lambda each: [make(each)])
 
     return read
@@ -50,7 +50,6 @@ class Labels:
 
     Attributes:
       instruction: instruction for the model; it names the labels.
-      labels: all labels.
       renamed: label in the files -> our label; empty if they are the same.
     """
 
@@ -183,8 +182,8 @@ def _last_word(record: Record) -> TaskExample:
 
 
 # Chats with summaries (SAMSum, arXiv 1911.12237), and passages without their last word (LAMBADA, 1606.06031).
-read_chats = validation_file("tasks/samsum/valid.jsonl", _chat)
-read_last_words = validation_file("tasks/lambada/valid.jsonl", _last_word)
+read_chats = only_split("tasks/samsum/valid.jsonl", "valid", _chat)
+read_last_words = only_split("tasks/lambada/valid.jsonl", "valid", _last_word)
 
 
 def story_example(story: str) -> TaskExample | None:
@@ -323,15 +322,8 @@ def _request(record: Record) -> str:
 
 
 def own_questions(path: Path) -> Reader:
-    """The reader of the questions in a file, absolute or under the folder of all data; all are of the
-    training split."""
-
-    def read(data: Path, split: Split) -> Iterator[TaskExample]:
-        if split != "train":
-            raise ConfigError(f"{path} has only questions to train on, none of the split {split}")
-        return read_jsonl(Path(data) / path, lambda record: [_own_question(record)])
-
-    return read
+    """The reader of the questions in a file; all are of the training split."""
+    return only_split(path, "train", _own_question)
 
 
 def _own_question(record: Record) -> TaskExample:

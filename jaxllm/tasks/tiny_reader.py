@@ -67,7 +67,6 @@ class TinyReader:
         Args:
           prompt: prompt in the model's tokens.
           logits: `[R, W]` float, the score head's output for the prompt's rows.
-          mask: mask of the rows.
         """
         likely = 1 / (1 + np.exp(-read_scores(logits, mask).astype(np.float64)))
         if self.own is None:

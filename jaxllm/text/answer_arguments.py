@@ -234,16 +234,10 @@ def _items(text: Input, style: _Values, end: str, sink: Sink, depth: int) -> Par
 
 def _word(word: str, *, python: bool) -> str:
     """A number or constant as JSON; another word is a string if the syntax has strings without quotes."""
-    known = {
-        "True": "true",
-        "False": "false",
-        "None": "null",
-        "true": "true",
-        "false": "false",
-        "null": "null",
-    }
-    if word in known:
-        return known[word]
+    if word in ("true", "false", "null"):
+        return word
+    if word in (python_words := {"True": "true", "False": "false", "None": "null"}):
+        return python_words[word]
     if (number := _number(word)) is not None:
         return number
     if python:
@@ -253,7 +247,7 @@ def _word(word: str, *, python: bool) -> str:
 
 def _number(word: str) -> str | None:
     try:
-        value = json.loads(word, parse_constant=_no_constant)
+        value = json.loads(word, parse_constant=no_constant)
     except ValueError:
         try:
             value = ast.literal_eval(word)  # 0x1f, 1_000, .5: a single word, of a bounded length
@@ -265,7 +259,8 @@ def _number(word: str) -> str | None:
     return word if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
-def _no_constant(name: str) -> None:
+def no_constant(name: str) -> None:
+    """Refuses NaN and infinities, which are no JSON."""
     raise ValueError(name)
 
 
@@ -356,7 +351,7 @@ def _element(
 def typed_value(text: str, kinds: set[str]) -> str:
     """A raw value as JSON: of one of some types if they can be read from it, else a string."""
     try:
-        value, found = json.loads(text, parse_constant=_no_constant), text.strip()
+        value, found = json.loads(text, parse_constant=no_constant), text.strip()
     except (ValueError, RecursionError):
         try:
             value = ast.literal_eval(text.strip()) if len(text) <= _LITERAL_CHARACTERS else text

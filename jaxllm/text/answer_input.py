@@ -20,11 +20,7 @@ class Failed(Exception):
 
 
 class Input:
-    """The text that has not been read.
-
-    Attributes:
-      ended: whether no more comes.
-    """
+    """The text that has not been read."""
 
     def __init__(self) -> None:
         self.text, self.at, self.ended = "", 0, False

@@ -25,7 +25,6 @@ class CallBegins:
 
     Attributes:
       index: index of the call in its answer, from 0.
-      name: name of the tool.
       id: id, unique in its conversation.
     """
 
@@ -39,7 +38,6 @@ class CallArguments:
     """A piece of a call's arguments; the pieces of a call together are a JSON object.
 
     Attributes:
-      index: index of the call.
       text: JSON, for every syntax of arguments.
     """
 

@@ -43,6 +43,7 @@ _VALUES: dict[str, Any] = dict(
     alpha="WORDS", beta=1047, gamma=0.5, delta=True, epsilon=None, zeta=[3, None, {"eta": False}],
     theta={"iota": "LETTERS"},
 )  # fmt: skip
+_TYPES = dict(zip(_VALUES, JSON_TYPES, strict=True))
 # Templates may write some types in a way that cannot be read: then without them.
 _PLAIN = {"alpha": "string", "beta": "integer"}
 _FEWER = {key: _VALUES[key] for key in ("alpha", "beta", "delta")}
@@ -78,8 +79,7 @@ class _Probe:
     def __init__(self, template: Probed) -> None:
         self._template = template
         self._parts = template.reads_parts_alone
-        kinds = zip(_VALUES, JSON_TYPES, strict=True)
-        self._parameters = {"properties": {key: {"type": kind} for key, kind in kinds}}
+        self._parameters = {"properties": {key: {"type": kind} for key, kind in _TYPES.items()}}
         # Few and plain, because some templates write well-known types alone.
         properties = {key: {"type": kind, "description": "Value."} for key, kind in _PLAIN.items()}
         parameters = {"type": "object", "properties": properties, "required": ["alpha"]}
@@ -123,10 +123,7 @@ class _Probe:
         if plain is None or asked is None or _TEXT not in plain:
             return AnswerFormat(note="the template cannot render a question and an answer")
         before, after = plain.split(_TEXT, 1)
-        prompts = [
-            asked,
-            *(self.turn(gen=True, **{name: value}) or "" for name, value in self._switches()),
-        ]
+        prompts = [asked, *(self.turn(gen=True, **{name: value}) or "" for name, value in self._switches())]
         # What the prompt writes before every answer.
         head = _beginning([before, *filter(None, prompts)]) if asked else ""
         opening, closing, opened, joint = self._thought(head, before, prompts)
@@ -227,11 +224,9 @@ class _Probe:
             if one is None or _NAMES[0] not in one:
                 continue
             several = two is not None and _NAMES[1] in two
+            rests = (each[len(_common_start(each, head)) :] for each in (one, two or ""))
             one, two = (
-                _without_text(
-                    _without_thought(each[len(_common_start(each, head)) :], opening, closing), text_opening
-                )
-                for each in (one, two or "")
+                _without_text(_without_thought(each, opening, closing), text_opening) for each in rests
             )
             found = _CallProbe(one, two if several else None, values, self._parameters, after).syntax()
             if found is not None:
@@ -240,17 +235,10 @@ class _Probe:
         return None
 
     def _calls(self, *calls: tuple[str, Mapping[str, Any], str], **more: Any) -> list[dict[str, Any]]:
-        made = [
-            {
-                "id": id_,
-                "type": "function",
-                "function": {
-                    "name": name,
-                    "arguments": json.dumps(values) if self._as_text else dict(values),
-                },
-            }
-            for name, values, id_ in calls
-        ]
+        made = []
+        for name, values, id_ in calls:
+            given = json.dumps(values) if self._as_text else dict(values)
+            made.append({"id": id_, "type": "function", "function": {"name": name, "arguments": given}})
         return [{"role": "assistant", "content": "", **more, "tool_calls": made}]
 
 
@@ -368,8 +356,7 @@ class _CallProbe:
         fields = dict(section=section, opening=opening, closing=closing, separator=separator)
         return dataclasses.replace(syntax, **fields), rest
 
-    def _json(self, text: str, after: str | int) -> tuple[int, int, dict[str, Any]] | None:
-        assert isinstance(after, int)
+    def _json(self, text: str, after: int) -> tuple[int, int, dict[str, Any]] | None:
         begin = text.find("{", after)
         if begin < 0:
             return None
@@ -417,13 +404,9 @@ class _CallProbe:
             # Their last line break belongs to the element.
             assert syntax.elements is not None
             after = syntax.elements.after
-            end = (
-                text.rfind(after.strip(), 0, end)
-                + len(after.rstrip())
-                - len(after[: len(after) - len(after.lstrip())])
-            )
+            end = text.rfind(after.strip(), 0, end) + len(after.strip())
             trailing = after[len(after.rstrip()) :]
-            end = end if not text.startswith(trailing, end) else end + len(trailing)
+            end += len(trailing) if text.startswith(trailing, end) else 0
         return end
 
     def _element(self, text: str, after: int) -> tuple[int, int, dict[str, Any]] | None:
@@ -437,17 +420,15 @@ class _CallProbe:
             places.append((found.start(), found.end()))
             at = found.end()
         shown: list[tuple[int, int, bool]] = []
-        for key, (_, end), following in zip(
-            keys, places, [*(each[0] for each in places[1:]), len(text)], strict=True
-        ):
+        nexts = [*(begin for begin, _ in places[1:]), len(text)]
+        for key, (_, end), following in zip(keys, places, nexts, strict=True):
             spot = self._shown(text, end, following, self._values[key])
             if spot is None:
                 return None
             shown.append(spot)
         betweens = {
-            kind: text[place[1] : spot[0]]
+            _TYPES[key]: text[place[1] : spot[0]]
             for key, place, spot in zip(keys, places, shown, strict=True)
-            for kind in [JSON_TYPES[list(_VALUES).index(key)]]
         }
         other = betweens.get("integer", betweens["string"])
         between = tuple(betweens.get(kind, other) for kind in JSON_TYPES)
@@ -464,9 +445,7 @@ class _CallProbe:
         # What is between two elements belongs to the end of the first.
         value_end = gap[: len(gap) - len(before)]
         quoted = text[shown[0][0]] == '"'
-        python = tuple(
-            JSON_TYPES[list(_VALUES).index(key)] for key, (*_, flag) in zip(keys, shown, strict=True) if flag
-        )
+        python = tuple(_TYPES[key] for key, (*_, flag) in zip(keys, shown, strict=True) if flag)
         begin = after + len(start) - len(before)
         elements = Elements(before=before, between=between, after=value_end, quoted=quoted, python=python)
         end = shown[-1][1] + len(_common_start(value_end, rest))
@@ -480,17 +459,13 @@ class _CallProbe:
                 if at >= 0:
                     return at, at + len(form), False
             return None
-        forms = [
-            (json.dumps(value), False),
-            (json.dumps(value, separators=(",", ":")), False),
-            (repr(value), True),
-        ]
-        for form, python in forms:
+        spaced, python = json.dumps(value), repr(value)
+        for form in (spaced, json.dumps(value, separators=(",", ":")), python):
             # The last one: a type's name may be before it. Lists and objects may have other keys inside.
             nested = isinstance(value, list | dict)
             at = text.find(form, begin) if nested else text.rfind(form, begin, end)
             if at >= 0:
-                return at, at + len(form), python and form != json.dumps(value)
+                return at, at + len(form), form == python != spaced
         return None
 
 
@@ -574,7 +549,7 @@ def _without_text(text: str, opening: str) -> str:
     if opening.strip() and text.lstrip().startswith(opening.strip()):
         rest = text.lstrip()[len(opening.strip()) :]
         tag = re.match(rf"\s*{_TAG}(?:\w{{1,16}}{_TAG})?", rest)
-        if (tag and "/" in tag[0]) or (tag and "close" in tag[0].lower()) or (tag and "END" in tag[0]):
+        if tag and ("/" in tag[0] or "close" in tag[0].lower() or "END" in tag[0]):
             return rest[tag.end() :]
     return text
 

@@ -4,6 +4,7 @@ Takes linear time for any text and any cut of it: what may begin a marker is wit
 at most if it is none.
 """
 
+import dataclasses
 import json
 import re
 import secrets
@@ -11,7 +12,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxllm.text.answer_arguments import arguments, json_string, json_value
+from jaxllm.text.answer_arguments import arguments, json_string, json_value, no_constant
 from jaxllm.text.answer_input import Failed, Input, Parsing
 from jaxllm.text.answer_parts import CallArguments, CallBegins, CallEnds, Part, Text, Thinking
 from jaxllm.text.answer_syntax import ANY, NAME, AnswerFormat, CallSyntax
@@ -39,7 +40,12 @@ class FormatScanner:
     """
 
     def __init__(self, found: AnswerFormat, tools: Sequence[Mapping[str, Any]], *, thinking: bool) -> None:
-        """See `make_scanner`."""
+        """Begins one answer.
+
+        Args:
+          tools: tools that may be called, in OpenAI's format; calls of others are text.
+          thinking: whether the prompt ends inside of an opened thought.
+        """
         self.cut_call = False
         functions = [tool.get("function", tool) for tool in tools]
         self._schemas = {each["name"]: each.get("parameters") for each in functions}
@@ -56,13 +62,12 @@ class FormatScanner:
             for marker in dict.fromkeys((syntax.section[0] + syntax.opening, syntax.opening)):
                 pieces = _PIECES.findall(marker)
                 if pieces and pieces[0] not in (NAME, ANY) and not re.fullmatch(r'[\[{"]+', pieces[0]):
-                    self._attempts.setdefault(pieces[0], []).append((syntax, pieces))
+                    self._attempts.setdefault(pieces[0], []).append((syntax, pieces[1:]))
                 elif not syntax.section[0].strip(" [{\n"):
                     self._bare.append((syntax, pieces))
         special = tuple(text for text, _ in found.special)
-        self._dropped = {found.joint, *found.text_openings, *found.text_closings, *special, *found.ends} - {
-            ""
-        }
+        around = *found.text_openings, *found.text_closings
+        self._dropped = {found.joint, *around, *special, *found.ends} - {""}
         thoughts = {found.thought_opening.strip(), found.thought_closing.strip()} - {""}
         self._marks = _one_of({*self._attempts, *self._dropped, *thoughts})
         self._thought_marks = _one_of({found.thought_closing.strip(), *special} - {""})
@@ -95,15 +100,16 @@ class FormatScanner:
             mark = yield from self._text_before_mark()
             if mark == "":
                 continue
+            attempts = self._attempts.get(mark)
             if mark == found.thought_opening.strip() and self._may_think():
                 self._shown.drop()
                 yield from self._thought()
-            elif (mark in self._attempts and (yield from self._call(mark))) or mark in self._dropped:
+            elif (attempts and (yield from self._attempt(attempts, mark))) or mark in self._dropped:
                 pass
             elif mark == found.thought_closing.strip() and not self._begun:
                 self._shown.drop()
                 self._bare_may_begin = True
-            elif mark not in self._attempts:
+            elif not attempts:
                 self._show(mark)
         if not (self.cut_call and self._cut):
             self._parts.append(Text(self._shown.rest()))
@@ -182,12 +188,8 @@ class FormatScanner:
         self._bare_may_begin = False
         return False
 
-    def _call(self, mark: str) -> Parsing[bool]:
-        """Whether calls begin after a mark; else it was text."""
-        attempts = [(syntax, pieces[1:]) for syntax, pieces in self._attempts[mark]]
-        return (yield from self._attempt(attempts, mark))
-
     def _attempt(self, attempts: Sequence[tuple[CallSyntax, Sequence[str]]], before: str) -> Parsing[bool]:
+        """Whether calls begin here, after a mark or none; else that was text."""
         text = self._input
         text.mark()
         for syntax, pieces in attempts:
@@ -217,9 +219,8 @@ class FormatScanner:
         return False
 
     def _fail(self, shown: str) -> None:
-        if shown.strip() in self._dropped:
-            return
-        self._show(shown)
+        if shown.strip() not in self._dropped:
+            self._show(shown)
 
     def _pattern(self, pieces: Sequence[str]) -> Parsing[bool]:
         """Whether the pieces of a marker come next, which are then read."""
@@ -319,7 +320,7 @@ class FormatScanner:
     def _end(self, index: int, pieces: Sequence[str]) -> bool:
         """Ends a call if its arguments are a JSON object."""
         try:
-            value = json.loads("".join(pieces), parse_constant=_no_constant)
+            value = json.loads("".join(pieces), parse_constant=no_constant)
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict):
@@ -347,9 +348,9 @@ class FormatScanner:
                     continue
                 key = yield from self._key(taken)
                 if key in (syntax.keys[0], *_NAME_KEYS) and name is None:
-                    found: list[str] = []
-                    yield from self._name_value(found, taken)
-                    name = found[0]
+                    name = yield from self._string(taken)
+                    if name not in self._schemas:
+                        raise Failed
                 elif key in (syntax.keys[1], *_ARGUMENT_KEYS) and index < 0 and not early:
                     if name is None:
                         yield from self._object_value(_both(early, taken))
@@ -379,26 +380,20 @@ class FormatScanner:
 
     def _key(self, taken: list[str]) -> Parsing[str]:
         """A key of an object and its colon."""
-        text, pieces = self._input, list[str]()
-        if (yield from text.char()) != '"':
-            raise Failed
-        yield from json_string(text, _both(pieces, taken))
+        text, key = self._input, (yield from self._string(taken))
         taken.append((yield from text.spaces()))
         if not (yield from text.literal(":")):
             raise Failed
         taken.append(":")
         taken.append((yield from text.spaces()))
-        return _decoded("".join(pieces))
+        return key
 
-    def _name_value(self, found: list[str], taken: list[str]) -> Parsing[None]:
+    def _string(self, taken: list[str]) -> Parsing[str]:
         text, pieces = self._input, list[str]()
         if (yield from text.char()) != '"':
             raise Failed
         yield from json_string(text, _both(pieces, taken))
-        name = _decoded("".join(pieces))
-        if name not in self._schemas:
-            raise Failed
-        found.append(name)
+        return _decoded("".join(pieces))
 
     def _object_value(self, sink: Any) -> Parsing[None]:
         """Arguments: an object, or the text of one."""
@@ -467,24 +462,19 @@ def _joined(parts: Sequence[Part]) -> list[Part]:
     """Parts with neighbouring pieces joined, without empty ones."""
     found: list[list[Any]] = []
     for part in parts:
-        if isinstance(part, Text | Thinking | CallArguments) and not part.text:
+        texts = [part.text] if isinstance(part, Text | Thinking | CallArguments) else []
+        if texts == [""]:
             continue
         last = found[-1][0] if found else None
-        same = type(last) is type(part) and getattr(last, "index", None) == getattr(part, "index", None)
-        if same and isinstance(part, Text | Thinking | CallArguments):
-            found[-1].append(part.text)
+        if (
+            texts
+            and type(last) is type(part)
+            and getattr(last, "index", None) == getattr(part, "index", None)
+        ):
+            found[-1] += texts
         else:
-            found.append([part, *([part.text] if isinstance(part, Text | Thinking | CallArguments) else [])])
-    return [_with_text(part, "".join(texts)) for part, *texts in found]
-
-
-def _with_text(part: Part, text: str) -> Part:
-    match part:
-        case CallArguments():
-            return CallArguments(part.index, text)
-        case Text() | Thinking():
-            return type(part)(text)
-    return part
+            found.append([part, *texts])
+    return [dataclasses.replace(part, text="".join(texts)) if texts else part for part, *texts in found]
 
 
 def _decoded(text: str) -> str:
@@ -504,7 +494,3 @@ def _both(one: list[str], other: list[str]) -> Callable[[str], None]:
 
 def _nothing(text: str) -> None:
     del text
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(name)

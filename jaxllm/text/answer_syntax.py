@@ -1,4 +1,9 @@
-"""Describes how models write answers: syntaxes of thoughts, text and calls, and the markers around them."""
+"""Describes how models write answers: syntaxes of thoughts, text and calls, and the markers around them.
+
+`AnswerFormat` is found by rendering the model's chat template (`answer_probe.py`). One description serves the
+scanner of answers (`answer_scanner.py`), the grammar of calls (`jaxllm.serving.guided.calls`), and `written`,
+which writes calls into the history where a template does not.
+"""
 
 import dataclasses
 import json
@@ -17,9 +22,7 @@ class Elements:
     """Arguments as elements such as `<parameter=KEY>VALUE</parameter>`.
 
     Attributes:
-      before: text before each key.
       between: text between a key and its value, by the value's JSON type in the order of `JSON_TYPES`.
-      after: text after each value.
       quoted: whether strings are in quotes, as in JSON; otherwise they are raw.
       python: the types whose values are Python's (`True`), not JSON's.
     """
@@ -42,7 +45,6 @@ class CallSyntax:
 
     Attributes:
       section: text around all calls of an answer.
-      separator: text between two calls.
       opening, closing: text around a call.
       keys: keys of the name and the arguments if a call is a JSON object; None if the name stands alone.
       head, tail: the object's text before the name, and after the arguments; empty for other calls.
@@ -146,7 +148,7 @@ class AnswerFormat:
         return "\n".join(texts)
 
 
-# Variables of templates that switch reasoning; the first one stands for whichever a template has.
+# Variables of templates that switch reasoning; the first one names whichever a template has.
 THINKING_SWITCHES = ("enable_thinking", "thinking")
 
 # The form for templates without tools, and the way of many models.
@@ -198,7 +200,6 @@ def written(found: AnswerFormat, calls: Sequence[Mapping[str, Any]]) -> str:
     """Calls as the model writes them.
 
     Args:
-      found: format of the answers.
       calls: objects with a `name`, `arguments` (an object), and an `id` or none.
     """
     syntax = found.syntax

@@ -237,11 +237,7 @@ class ChatTemplate:
             return found
 
     def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Options by the template's names for them.
-
-        Raises:
-          ConfigError: an option is malformed, ours, or unknown to the template.
-        """
+        """Options by the template's names for them."""
         if len(options) > _MAX_OPTIONS:
             raise ConfigError(
                 f"at most {_MAX_OPTIONS} options of a chat template are read, got {len(options)}"

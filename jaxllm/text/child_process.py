@@ -70,7 +70,6 @@ class TextProcess:
 
         Args:
           request: plain JSON values, see `OPERATIONS`.
-          limit_s: time limit in seconds.
 
         Raises:
           JaxllmError: the worker raised it.

@@ -106,8 +106,6 @@ def prompt_tokens(
 
     Args:
       tokenizer: tokenizer of the model, with its chat template.
-      prompt: prompt to render.
-      now: time for templates.
 
     Raises:
       ConfigError: the rendered prompt has no token.
@@ -136,7 +134,6 @@ def conversation_tokens(
     Args:
       tokenizer: the model's, with its chat template.
       messages: see `Tokenizer.chat_text`.
-      **options: options of it.
 
     Raises:
       ConfigError, TemplateError, ContextOverflow: see `Tokenizer.encode_chat`.
@@ -159,7 +156,6 @@ def free_spans(user: str, *, goes_on: bool = False) -> np.ndarray:
     """The droppable spans of a user's text (see the module's docstring).
 
     Args:
-      user: the text.
       goes_on: whether the text is to be continued, so that its last sentence is kept.
 
     Returns:

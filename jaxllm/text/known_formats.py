@@ -39,12 +39,7 @@ _NOT_READ = (("]<]minimax[>[", "calls are trees of elements named by their keys,
 
 
 def adjusted(source: str, found: AnswerFormat) -> AnswerFormat:
-    """A format as far as it was found, with what is known of its model.
-
-    Args:
-      source: the template's source.
-      found: what probing found.
-    """
+    """A format as far as it was found, with what is known of its model."""
     if "<|channel|>analysis" in source and "<|channel|>commentary" in source:
         template = tuple(
             dataclasses.replace(each, opening=f" {each.opening.lstrip()}", closing="<|call|>")

@@ -59,7 +59,7 @@ class LibraryTokenizer:
             for number, token in added.items()
             if token.content and (token.special or number in eos_ids or token.content in named)
         }
-        # The unknown token stands for any unknown word, so it is not a control token.
+        # The unknown token represents any unknown word, so it is not a control token.
         unknown = {special.get("unk_token"), getattr(self._tokenizer.model, "unk_token", None)}
         self._unknown = {number for number, token in self._tokens.items() if token.content in unknown}
         self.spelled = tuple(token.content for token in self._tokens.values())

@@ -82,11 +82,6 @@ def prompt_text(
     For other models without a chat template, they are plain lines. If a template refuses a system turn, the
     instruction is put in the user's turn. Only a text to continue may spell special tokens.
 
-    Args:
-      tokenizer: tokenizer of the model.
-      prompt: prompt to render.
-      now: time for templates.
-
     Raises:
       TemplateError: the model's template is broken.
       ConfigError: the model has no such task.

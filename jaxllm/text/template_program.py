@@ -66,7 +66,6 @@ class TemplateProgram:
 
         Args:
           variables: plain JSON values by name.
-          now: time for templates.
 
         Raises:
           ConfigError: the template requires the time, and `now` is None.

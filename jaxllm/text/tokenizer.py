@@ -133,9 +133,6 @@ class ChatOptions(TypedDict, total=False):
 class Tokenizer:
     """A model's tokenizer. Stateless between calls; threads may share it.
 
-    Attributes:
-      files: its plain data.
-
     Raises:
       CheckpointError: `files.tokenizer_json` is not a tokenizer.
     """
@@ -144,7 +141,6 @@ class Tokenizer:
         """Makes a tokenizer from its data.
 
         Args:
-          files: a tokenizer as plain data.
           ordinary: result of `is_ordinary` for `files.tokenizer_json`; None to compute it.
         """
         self.files = files
@@ -406,7 +402,7 @@ class Tokenizer:
 
     @property
     def answer_format(self) -> "AnswerFormat":
-        """The format of the model's answers (see `jaxllm.text.answer_format.format_of`)."""
+        """The format of the model's answers, with its special tokens (see `ChatTemplate.answer_format`)."""
         return self._unlimited._answer_format
 
     @functools.cached_property

@@ -86,7 +86,6 @@ class TokenizerFiles:
         """The source of a user's text: with the prefix of a task, unless it begins with one.
 
         Args:
-          text: the user's text.
           task: one of `tasks`; empty for `source_prefix`.
 
         Raises:

@@ -23,7 +23,6 @@ def adapted(
     """Messages and tools as a template of this format requires them.
 
     Args:
-      found: format of the template.
       messages: messages, with arguments of calls as objects.
       tools: tools in OpenAI's format; none of them are returned if the messages describe them.
     """
@@ -43,15 +42,10 @@ def adapted(
                 text = _text(changed.get("content"))
                 changed["content"] = text + "\n" * bool(text) + written(found, functions)
             elif found.arguments_text:
+                as_text = [json.dumps(call["function"]["arguments"]) for call in calls]
                 changed["tool_calls"] = [
-                    {
-                        **call,
-                        "function": {
-                            **call["function"],
-                            "arguments": json.dumps(call["function"]["arguments"]),
-                        },
-                    }
-                    for call in calls
+                    {**call, "function": {**call["function"], "arguments": text}}
+                    for call, text in zip(calls, as_text, strict=True)
                 ]
         elif changed["role"] == "tool":
             # Templates look up the name of the called tool in the result.

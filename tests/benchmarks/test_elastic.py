@@ -126,7 +126,7 @@ def test_confidence_intervals_are_of_questions_and_paired():
 
 def test_rows_say_both_shares_and_how_far_ours_is_ahead():
     slos = [Slo(ttft=1.0, tpot=1.0), Slo(ttft=0.5, tpot=0.5)] * 10
-    # What everything meets is told apart.
+    # What everything meets is kept apart.
     assert cases(slos) == ["<100,100>", "<50,50>", "the five with a limit", "all six"]
     questions = np.arange(20) // 2
     trace = [request_of(slo) for slo in slos]

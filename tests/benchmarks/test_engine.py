@@ -113,7 +113,7 @@ def test_the_plan_shrinks_to_the_context():
     assert (plan.prompt_tokens, plan.decode_tokens) == ((1,), 1)
 
 
-def test_a_named_peer_has_to_be_there_and_others_are_told_about(monkeypatch):
+def test_a_named_peer_has_to_be_there_and_others_are_named(monkeypatch):
     monkeypatch.setattr(PEERS["llama.cpp"], "packages", ("nowhere",))
     monkeypatch.setattr(PEERS["transformers"], "packages", ())
     told = []

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks import models as shapes
-from benchmarks import prepare, readme, service, trace_command
+from benchmarks import prepare, readme, service
 from benchmarks import speculation as speculative
 from benchmarks.cli import SECTIONS
 from benchmarks.contexts import Plan as ContextsPlan
@@ -27,7 +27,7 @@ from benchmarks.harness.report import Row, compared, emit, less_is_better, row, 
 from benchmarks.peers import PEERS
 from benchmarks.prepare import run as preparing
 from benchmarks.service import systems
-from benchmarks.traces import HOURS, MAX_CONTEXTS, PATTERNS
+from benchmarks.traces import PATTERNS
 from jaxllm.cli.main import cli
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import ConfigError, JaxllmError
@@ -146,7 +146,7 @@ def test_what_a_process_of_its_own_finds_and_takes():
     assert taken.found.nbytes == 64 << 20
     assert in_process(os.getenv, "JAXLLM_X", environment={"JAXLLM_X": "1"}) == "1"
     assert "JAXLLM_X" not in os.environ
-    # What was there before is told apart.
+    # What was there before is kept apart.
     assert 60 << 20 < taken.peak_bytes < 200 << 20
     assert taken.idle_bytes > 60 << 20
     with pytest.raises(ConfigError, match="an SLO is written like"):
@@ -208,8 +208,7 @@ def test_values_are_those_of_the_modules_that_define_them():
     assert tuple(shapes.ENCODER_DECODERS) == options.SEQ2SEQ_SHAPES
     assert tuple(shapes.SWITCHES) == options.SWITCH_SHAPES
     assert {*options.PHONES, *options.BOARDS} == {*quiet.DEVICES}
-    assert tuple(PATTERNS) == ContextsPlan().patterns == trace_command.PATTERNS
-    assert (HOURS, MAX_CONTEXTS) == (trace_command.HOURS, trace_command.MAX_CONTEXTS)
+    assert tuple(PATTERNS) == ContextsPlan().patterns
     assert tuple(PEERS) == ENGINE_PEERS
     assert (*systems.ABLATIONS, systems.LLAMA) == service.SYSTEMS
     assert tuple(preparing.FORMATS) == prepare.Plan().kinds

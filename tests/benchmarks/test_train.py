@@ -42,7 +42,7 @@ def test_steps_are_measured(check):
     assert found["peak_memory_bytes"] > 1e6
 
 
-def test_a_check_that_fails_is_told_and_the_others_run(monkeypatch, tmp_path):
+def test_a_check_that_fails_is_reported_and_the_others_run(monkeypatch, tmp_path):
     ran = []
 
     def run(words, **_):

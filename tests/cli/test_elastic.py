@@ -97,23 +97,3 @@ def test_a_trace_is_made_and_replayed(run: Run, elastic: Path, data: Path, tmp_p
     path.write_text("\n".join([lines[0].replace("film", "film " * 2000), lines[1]]))
     told = succeeded(run("bench", "trace", "replay", path, "-m", elastic, "-n", 2))
     assert "1 calls failed: the prompt has" in told
-
-
-def test_switching_traces(run: Run, bundle: Path, data: Path, tmp_path: Path) -> None:
-    out, azure, mooncake = (tmp_path / name for name in ("trace.jsonl", "azure.csv", "mooncake.jsonl"))
-    azure.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,48,10\n")
-    request = {"timestamp": 7000, "input_length": 30, "output_length": 4, "hash_ids": [0, 1]}
-    mooncake.write_text("\n".join(json.dumps({**request, "hash_ids": [0, i]}) for i in (1, 2, 1)))
-    options = ("-o", out, "-n", 40, "--contexts", 3, "--hours", 2, "--pattern", "gaussian")
-    told = succeeded(run("bench", "trace", "make-switching", *options, "--data", data, "-m", bundle))
-    assert "40 calls of 3 contexts over" in told
-    trace = [json.loads(line) for line in out.read_text().splitlines()]
-    assert all(each["prompt_tokens"] > len("film 1") and each["answer_tokens"] > 1 for each in trace)
-    assert trace[-1]["time_s"] <= 7200
-    succeeded(run("bench", "trace", "make-switching", *options, "--azure", azure))
-    trace = [json.loads(line) for line in out.read_text().splitlines()]
-    assert {(each["prompt_tokens"], each["answer_tokens"]) for each in trace} == {(48, 10)}
-    told = succeeded(run("bench", "trace", "convert-mooncake", mooncake, "-o", out, "--time-scale", 3600))
-    assert "3 calls of 2 contexts over 7.0 hours" in told
-    usage = run("bench", "trace", "make-switching", "-o", out)
-    assert (usage.code, "--data or --azure" in usage.err) == (2, True)

@@ -143,7 +143,7 @@ def test_in_the_middle_of(tmp_path: Path, command: str, end: tuple[int, str, str
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_of_an_output_is_told() -> None:
+def test_an_error_of_an_output_is_shown() -> None:
     script = "from jaxllm.cli.entry import main; main(['--version'])"
     with open("/dev/full", "w") as full:
         done = subprocess.run(

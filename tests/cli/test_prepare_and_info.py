@@ -13,6 +13,7 @@ import pytest
 
 import jaxllm.serving.ground.bundles
 from jaxllm.bundle import Bundle
+from jaxllm.bundle.layout import ALIGN
 from jaxllm.models.parameters import parameter_count
 from tests.cli.outcome import CFG, PARAMS, Run, answer, edit_config, failed, succeeded
 from tests.tiny import tiny_params, write_tiny_bundle, write_tiny_folder
@@ -74,7 +75,7 @@ def test_info_of_a_folder(run: Run, folder: Path) -> None:
     assert facts["parameters"] == parameter_count(CFG)
     assert facts["rooms"]["levels"] == "yes"
     assert "no mixture" in facts["rooms"]["separate experts"]
-    assert facts["memory_bytes"]["f32"]["weights"] == 4 * parameter_count(CFG)
+    assert 0 <= facts["memory_bytes"]["f32"]["weights"] - 4 * parameter_count(CFG) <= ALIGN * len(PARAMS)
     assert facts["memory_bytes"]["int4"]["weights"] < facts["memory_bytes"]["int8"]["weights"]
     memory = facts["memory_bytes"]["f32"]
     assert memory["weights"] < memory["--memory for all"]

@@ -88,7 +88,7 @@ def test_what_widths_keep_decides():
     assert set(allocate(density, 12, sizes=QUARTERS, newest=0)) == {4}
 
 
-def test_bad_input_is_told():
+def test_bad_input_is_refused():
     with pytest.raises(
         ConfigError, match="3 chunks take 12 bytes at 2 bits, scales included, and may take 11"
     ):

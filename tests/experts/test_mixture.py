@@ -204,7 +204,7 @@ def test_stored_experts_compute_what_they_stand_for(kind, monkeypatch):
 
 
 @pytest.mark.parametrize(("axis", "group", "neurons"), [(-1, 0, 24), (-2, 32, 24), (-2, 0, F), (-1, 32, F)])
-def test_a_unit_of_blocks_is_the_matrix_it_stands_for(axis, group, neurons):
+def test_a_unit_of_blocks_is_its_matrix(axis, group, neurons):
     stack = to_blocks(quantize(draw(E, neurons, D), bits=8, axis=axis, group=group))
     whole = np.asarray(floats(stack))
     for index in range(E):

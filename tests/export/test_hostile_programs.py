@@ -60,7 +60,7 @@ def changed(program, change):
 
 
 def kernel_of_addresses(cache):
-    """The native kernel that reads wherever it is told to."""
+    """The native kernel that reads wherever its arguments say."""
     kinds = [jax.ShapeDtypeStruct((1, 1, 16, 16), np.float32)] * 2
     address = jnp.array([[[0x41414140, 0x4141]]], jnp.uint32)
     room = jnp.zeros((1, 1, 16, 16), jnp.float32)

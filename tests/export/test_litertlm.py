@@ -200,7 +200,7 @@ def test_a_first_token_that_is_named_and_not_added(tmp_path, monkeypatch):
     assert_same_texts(tmp_path / "t.litertlm", Engine.open(stored, options=options, warm_up=False), tmp_path)
 
 
-def test_what_the_runtime_is_told_and_advised(whole):
+def test_what_the_runtime_is_given_and_advised(whole):
     message, tokenizer = metadata(whole, PLAIN), Tokenizer(whole.tokenizer)
     assert message.max_num_tokens == CONTEXT
     assert list(message.start_token.token_ids.ids) == [whole.tokenizer.bos_id]

@@ -232,26 +232,23 @@ def outputs_and_gradients(compute, given, starts, cotangent):
         ("on_gpu", 256, {}),
         ("on_tpu", 128, {}),
         ("on_tpu", 64, {"window": 100, "softcap": 1.5}),
+        # The loop over blocks.
+        ("", 0, {"window": 0, "softcap": 20.0}),
+        ("", 0, {"window": 100, "softcap": 20.0}),
     ],
 )
 def test_kernels_have_the_plain_outputs_and_gradients(kernel, width, options):
-    compute = functools.partial(getattr(fused_attention, kernel), scale=SCALE, interpret=True, **options)
-    given, starts, cotangent = inputs(width=width)
-    found = outputs_and_gradients(compute, given, starts, cotangent)
-    expected = outputs_and_gradients(functools.partial(plain_attention, **options), given, starts, cotangent)
+    if kernel:
+        compute = functools.partial(getattr(fused_attention, kernel), scale=SCALE, interpret=True, **options)
+        given, error = inputs(width=width), 2e-4
+    else:
+        how = AttentionOptions(scale=SCALE, **options)
+        compute = functools.partial(documents.document_attention, options=how)
+        given, error = inputs(tokens=1100), 1e-5
+    found = outputs_and_gradients(compute, *given)
+    expected = outputs_and_gradients(functools.partial(plain_attention, **options), *given)
     for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-4, rtol=2e-4)
-
-
-@pytest.mark.parametrize("window", [0, 100])
-def test_the_loop_over_blocks_is_the_plain_attention(window):
-    given, starts, cotangent = inputs(tokens=1100)
-    options = dict(window=window, softcap=20.0)
-    loop = functools.partial(documents.document_attention, options=AttentionOptions(scale=SCALE, **options))
-    found = outputs_and_gradients(loop, given, starts, cotangent)
-    expected = outputs_and_gradients(functools.partial(plain_attention, **options), given, starts, cotangent)
-    for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-5, rtol=1e-5)
+        np.testing.assert_allclose(one, other, atol=error, rtol=error)
 
 
 @pytest.mark.parametrize(

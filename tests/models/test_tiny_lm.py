@@ -1,4 +1,4 @@
-"""The tiny LM: two heads are two encoders with the same bottom, and marks can be told apart."""
+"""The tiny LM: two heads are two encoders with the same bottom, and marks can be distinguished."""
 
 import dataclasses
 import functools

@@ -55,32 +55,28 @@ def plain_and_biased(door):
     return jit(lambda x, weight, bias: (door(x, weight), door(x, weight, bias)))
 
 
-@pytest.mark.parametrize("shape", [(9, 70), (3, 5, 33)], ids=["2d", "3d"])
+@pytest.mark.parametrize(
+    ("door", "shape"),
+    [
+        (to_units, (9, 70)), (to_units, (3, 5, 33)),
+        # Rows per unit beyond a group of 32 and a block of 40: blocks overlap, and cut groups.
+        (from_units, (70, 9)), (from_units, (3, 41, 5)),
+    ],
+    ids=["to-2d", "to-3d", "from-2d", "from-3d"],
+)  # fmt: skip
 @pytest.mark.parametrize(("path", "kind"), PATHS)
-def test_to_units(path, kind, shape, monkeypatch):
-    weight = stored(kind, normal(*shape), -1)
-    take(path, weight, np.float32, monkeypatch)
-    x, bias = normal(2, 3, shape[-1], seed=1), normal(*shape[:-1], seed=2)
-    got, biased = plain_and_biased(to_units)(x, weight, bias)
-    chex.assert_shape([got, biased], (2, 3, *shape[:-1]))
-    chex.assert_type([got, biased], jnp.float32)
-    matrix = wide(weight).reshape(-1, shape[-1]).T
-    assert_product(got.reshape(6, -1), x.reshape(6, -1).astype(np.float64), matrix)
-    np.testing.assert_allclose(biased, got + bias, rtol=1e-6)
-
-
-# Rows per unit beyond a group of 32 and a block of 40: blocks overlap, and cut groups.
-@pytest.mark.parametrize("shape", [(70, 9), (3, 41, 5)], ids=["2d", "3d"])
-@pytest.mark.parametrize(("path", "kind"), PATHS)
-def test_from_units(path, kind, shape, monkeypatch):
-    weight = stored(kind, normal(*shape), -2)
-    take(path, weight, np.float32, monkeypatch, rows=40)
-    h, bias = normal(2, 3, *shape[:-1], seed=1), normal(shape[-1], seed=2)
-    got, biased = plain_and_biased(from_units)(h, weight, bias)
-    chex.assert_shape([got, biased], (2, 3, shape[-1]))
+def test_products(path, kind, door, shape, monkeypatch):
+    axis, rows = (-1, {}) if door is to_units else (-2, {"rows": 40})
+    weight = stored(kind, normal(*shape), axis)
+    take(path, weight, np.float32, monkeypatch, **rows)
+    inputs, outputs = (shape[-1:], shape[:-1]) if door is to_units else (shape[:-1], shape[-1:])
+    x, bias = normal(2, 3, *inputs, seed=1), normal(*outputs, seed=2)
+    got, biased = plain_and_biased(door)(x, weight, bias)
+    chex.assert_shape([got, biased], (2, 3, *outputs))
     chex.assert_type([got, biased], jnp.float32)
     matrix = wide(weight).reshape(-1, shape[-1])
-    assert_product(got.reshape(6, -1), h.reshape(6, -1).astype(np.float64), matrix)
+    matrix = matrix.T if door is to_units else matrix
+    assert_product(got.reshape(6, -1), x.reshape(6, -1).astype(np.float64), matrix)
     np.testing.assert_allclose(biased, got + bias, rtol=1e-6)
 
 

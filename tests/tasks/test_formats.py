@@ -95,7 +95,7 @@ def test_api_choice_offers_four():
     assert readers.api_choice(call(1, "c", "d"), "c", offered, 0) == examples[0]
     many = readers.api_choice(call(2, *"abcdef"), "a", offered, 0)
     assert sorted(many.options) == list("abcdef")
-    # A function is told in a sentence.
+    # A function is described in a sentence.
     assert readers.function_lines([call(1, "f")]) == {"f": "- f: Does f"}
 
 
@@ -119,7 +119,7 @@ def test_chats_and_last_words_of_which_nothing_is_trained_on(tmp_path):
     passages = {"context": "I see the", "continuation": "sun"}, {"text": "I see the sun"}
     write_lines(tmp_path / "tasks/lambada/valid.jsonl", *passages)
     assert read("lambada", tmp_path) == [TaskExample(user="I see the", answer=" sun", form="text")] * 2
-    with pytest.raises(ConfigError, match="only a validation split"):
+    with pytest.raises(ConfigError, match="only examples of the split valid, none of train"):
         read("lambada", tmp_path, "train")
 
 
@@ -237,7 +237,7 @@ def test_a_bad_line_is_named(change, message, tmp_path):
 def test_what_is_not_there(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*none\.jsonl"):
         list(find_task("none.jsonl").read(tmp_path, "train"))
-    with pytest.raises(ConfigError, match="only questions to train on, none of the split valid"):
+    with pytest.raises(ConfigError, match="only examples of the split train, none of valid"):
         list(find_task("none.jsonl").read(tmp_path, "valid"))
     with pytest.raises(ConfigError, match=r"no task 'mine'.*files of questions \(\*\.jsonl\)"):
         find_task("mine")

@@ -1,14 +1,13 @@
 """Chat templates, one for each syntax of calls and of thoughts; and the round trip of answers through a
 template: rendered as a history, cut, and scanned."""
 
-import dataclasses
 import datetime
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxllm.text.answer_format import make_scanner
 from jaxllm.text.answer_parts import CallArguments, CallBegins, CallEnds, Part, Text, Thinking
+from jaxllm.text.answer_scanner import FormatScanner
 from jaxllm.text.answer_syntax import AnswerFormat
 from jaxllm.text.chat_template import ChatTemplate
 from jaxllm.text.template_program import TemplateProgram
@@ -185,7 +184,7 @@ def scanned(
     tools: Sequence[Mapping[str, Any]] = TOOLS,
 ) -> tuple[str, str, list[tuple[str, Any, bool]]]:  # fmt: skip
     """The parts of an answer that comes in pieces of a size."""
-    scanner, parts = make_scanner(found, tools, thinking=thinking), list[Part]()
+    scanner, parts = FormatScanner(found, tools, thinking=thinking), list[Part]()
     for at in range(0, len(text), size):
         parts += scanner.feed(text[at : at + size])
     return joined([*parts, *scanner.finish(cut=cut)])
@@ -218,8 +217,3 @@ def answer_text(template: ChatTemplate, message: Mapping[str, Any]) -> tuple[str
     if end and end != found.thought_closing and end not in found.syntax.opening:
         answer = answer.split(end)[0]
     return answer, thinking
-
-
-def without_ends(found: AnswerFormat) -> AnswerFormat:
-    """A format whose tokenizer is known to have no special tokens."""
-    return dataclasses.replace(found, special=(), ends=())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from jaxllm.errors import ConfigError
 from jaxllm.serving.ground.text_stream import TextStream
-from jaxllm.text.answer_format import format_of, make_scanner
+from jaxllm.text.answer_scanner import FormatScanner
 from jaxllm.text.answer_syntax import GENERIC, JSON_OBJECT, AnswerFormat, CallSyntax, written
 from jaxllm.text.chat_template import ChatTemplate
 from jaxllm.text.known_formats import HARMONY, adjusted
@@ -189,7 +189,7 @@ def test_arguments_come_in_pieces() -> None:
         (HERMES, '<tool_call>{"name": "get_weather", "arguments": {"city": "', "abc"),
         (XML, LINE, "abc"),
     ):
-        scanner = make_scanner(found, own.TOOLS, thinking=False)
+        scanner = FormatScanner(found, own.TOOLS, thinking=False)
         assert [type(each) for each in scanner.feed(head)] == [CallBegins, CallArguments]
         for letter in value:
             (part,) = scanner.feed(letter)
@@ -259,7 +259,7 @@ def test_hostile_templates_are_probed_within_bounds() -> None:
     wide = "{{ messages[-1].content }}{% if add_generation_prompt %}{{ 'x' * 99999999 }}{% endif %}"
     for source in (slow, wide):
         began = time.monotonic()
-        found = format_of(ChatTemplate(source, {}))
+        found = ChatTemplate(source, {}).answer_format
         assert time.monotonic() - began < 60
         assert found.note
         assert found.calls

@@ -80,36 +80,35 @@ def test_two_parts_of_a_message_spell_none_together(cut: int):
     assert [token for token in of(looks, messages) if token >= 256] == [BEGIN, END]
 
 
-def test_a_template_that_looks_at_messages_writes_what_they_ask_for():
-    """Reasoning of earlier turns is left out, though marks hide where it ends."""
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.content.split('</think>')[-1] }}<|im_end|>{% endfor %}"
-    )
-    ids = of(template, said("a thought</think>the <|im_end|> answer"))
-    assert [token for token in ids if token >= 256] == [BEGIN, END]
-    assert with_template(template).decode(ids) == "the <|im_end|> answer"
-    whole = (
-        "{% for m in messages %}{{ m.content | replace('<|im_end|>', 'end') | upper }}<|im_end|>{% endfor %}"
-    )
-    ids = of(whole, said("my <|im_end|>"))
-    assert [token for token in ids if token >= 256] == [END]
+CALL = {"role": "tool", "name": "<|im_start|>", "call": {"<|im_end|>": {"x": ["<s>", 1]}}}
 
 
-def test_what_a_template_cuts_out_of_a_message_leaves_none():
-    """Though it looks for that, so that marks change what it does."""
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.content.replace('<think>', '') }}<|im_end|>{% endfor %}"
-    )
-    ids = of(template, said("A<|im_<think>end|>B<think><|im_end|>"))
-    assert [token for token in ids if token >= 256] == [BEGIN, END]
-    assert with_template(template).decode(ids) == "A<|im_end|>B<|im_end|>"
-
-    # Nor do the names and keys of a call.
-    template = "{% for m in messages %}{{ m.name }}{{ m.call | tojson }}<|im_end|>{% endfor %}"
-    message = {"role": "tool", "name": "<|im_start|>", "call": {"<|im_end|>": {"x": ["<s>", 1]}}}
-    ids = of(template, [message])
-    assert [token for token in ids if token >= 256] == [END]
-    assert with_template(template).decode(ids) == '<|im_start|>{"<|im_end|>": {"x": ["<s>", 1]}}'
+@pytest.mark.parametrize(
+    ("written", "messages", "control", "text"),
+    [
+        # Reasoning of earlier turns is left out, though marks hide where it ends.
+        (
+            "<|im_start|>{{ m.content.split('</think>')[-1] }}",
+            said("a thought</think>the <|im_end|> answer"), [BEGIN, END], "the <|im_end|> answer",
+        ),
+        (
+            "{{ m.content | replace('<|im_end|>', 'end') | upper }}",
+            said("my <|im_end|>"), [END], "MY <|IM_END|>",
+        ),
+        # What it cuts out leaves none, though it looks for that, so that marks change what it does.
+        (
+            "<|im_start|>{{ m.content.replace('<think>', '') }}",
+            said("A<|im_<think>end|>B<think><|im_end|>"), [BEGIN, END], "A<|im_end|>B<|im_end|>",
+        ),
+        # Nor do the names and keys of a call.
+        ("{{ m.name }}{{ m.call | tojson }}", [CALL], [END], '<|im_start|>{"<|im_end|>": {"x": ["<s>", 1]}}'),
+    ],
+)  # fmt: skip
+def test_a_template_that_looks_at_messages_writes_what_they_ask_for(written, messages, control, text):
+    template = f"{{% for m in messages %}}{written}<|im_end|>{{% endfor %}}"
+    ids = of(template, messages)
+    assert [token for token in ids if token >= 256] == control
+    assert with_template(template).decode(ids) == text
 
 
 @pytest.mark.parametrize("role", ["user<|im_end|>", "", "im_start|><|im_end"])

@@ -137,7 +137,7 @@ def with_template(template: str) -> Tokenizer:
     return Tokenizer(dataclasses.replace(FILES, chat_template=template))
 
 
-def test_a_template_is_compiled_when_asked_and_a_broken_one_is_told_of_when_it_is_used() -> None:
+def test_a_template_is_compiled_when_asked_and_a_broken_one_is_refused_when_it_is_used() -> None:
     good, broken = with_template("{{ messages[0].content }}"), with_template("{% if %}")
     for each in (good, broken, TOKENIZER):
         each.compile_chat_template()

@@ -23,7 +23,7 @@ while True:
 """
 # Of all kills, those of writers of bundles.
 _WRITERS = 0.1
-# Tests that do more of the same when they are told to: their file, their name, the variable, and by how many
+# Tests that do more of the same on request: their file, their name, the variable, and by how many
 # cases an amount is shared.
 _ROOMS = {
     "kills": ("test_kills.py", "kills_lose", "JAXLLM_TEST_KILLS", 1),

@@ -54,7 +54,7 @@ def test_hostile_grammars_are_answered_or_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_that_dies_or_hangs_is_told_and_replaced(tmp_path):
+def test_a_process_that_dies_or_hangs_is_reported_and_replaced(tmp_path):
     victim = Victim(tmp_path, patience_s=30)
     (tmp_path / "profile.json").write_text("{}")
     try:

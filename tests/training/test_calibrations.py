@@ -213,7 +213,7 @@ def test_sizes_scales_and_the_rest_stay(made):
                 jax.tree.map(np.testing.assert_array_equal, old, new)
 
 
-def test_the_same_text_writes_the_same_bytes_and_a_bundle_stands_for_its_floats(made, text, tmp_path):
+def test_the_same_text_writes_the_same_bytes_and_a_bundle_its_floats(made, text, tmp_path):
     source, _, better, facts = made
     out = BundleOutput(tmp_path / "m.jaxllm")
     assert calibrate_nested(NESTED, source, out, texts=[text]) == facts
@@ -227,7 +227,7 @@ def test_the_same_text_writes_the_same_bytes_and_a_bundle_stands_for_its_floats(
     assert np.abs(np.asarray(new.data, np.int16) - np.asarray(old.data, np.int16)).max() == 1
 
 
-def test_bad_input_is_told(made, text, tmp_path):
+def test_bad_input_is_refused(made, text, tmp_path):
     source = made[0]
     out = BundleOutput(tmp_path / "out.jaxllm")
     with pytest.raises(ConfigError, match="has int8 weights, of which nothing is nested"):

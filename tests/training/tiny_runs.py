@@ -159,7 +159,7 @@ def join(port: str, process: str, devices: int) -> None:
 
 
 def told_by(process: subprocess.Popen) -> Any:
-    """What a process has told at its end."""
+    """What a process printed at its end."""
     out, err = process.communicate(timeout=500)
     assert process.returncode == 0, err[-3000:]
     return json.loads(out.splitlines()[-1])

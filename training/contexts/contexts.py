@@ -48,7 +48,6 @@ def calibrate_contexts(
     Args:
       recipe: sizes of the calibration.
       model: bundle, Hugging Face folder or GGUF file, of which a bundle of the same width is written.
-      out: the new bundle.
       texts: files to measure on; Python's language reference if empty.
 
     Returns:
@@ -145,7 +144,6 @@ def context_errors(
       rows: texts of equal length `[T]` int32, a multiple of the candidates' chunks.
       candidates: codecs and lengths of chunks.
       sensitivity_rows: number of first rows to measure sensitivities on, with the first candidate.
-      progress: callback for layers of rows done, and their number.
     """
     head = {name: each for name, each in params.items() if not name.startswith("layers.")}
     prefixes = [f"layers.{layer}." for layer in range(cfg.layers)]

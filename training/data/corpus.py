@@ -84,7 +84,6 @@ class Corpus:
     """Documents of some sources, each on one side of a split.
 
     Attributes:
-      sources: sources of the recipe.
       data: folder of relative paths.
       digests: digest of every document, in order.
       held_out: digests of the origins that are held out.
@@ -300,7 +299,6 @@ def join_tokens(folder: Path, shards: Mapping[int, Path], blocks: Sequence[tuple
     """Concatenates several folders of tokens in a new one, atomically.
 
     Args:
-      folder: the new folder.
       shards: folders that `write_tokens` wrote, by number.
       blocks: (shard, documents) in order; each is the next documents of a shard.
     """

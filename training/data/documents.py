@@ -94,8 +94,6 @@ class Message(NamedTuple):
     """A message of a conversation.
 
     Attributes:
-      role: role in `ROLES`.
-      content: text.
       more: keys for the model's chat template, as JSON; empty for none.
     """
 
@@ -342,7 +340,6 @@ def read_chats(path: Path | str, on_bad: OnBad | None = None) -> Iterator[Docume
     the module docstring); blank lines are skipped.
 
     Args:
-      path: path of the file.
       on_bad: callback for the error of a malformed line, which is then left out; None raises instead.
 
     Raises:

@@ -34,7 +34,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokeniz
     after a text: packing marks the ends of documents.
 
     Args:
-      texts: texts without special tokens.
       vocab_size: number of tokens, including the special ones (the first ids) and the 256 bytes.
 
     Returns:

@@ -69,7 +69,6 @@ class Batches(abc.ABC):
     Attributes:
       documents: documents to learn.
       mixture: the sources, by number; empty for every document once per epoch, at weight 1.
-      row_tokens: T.
       batch: B, rows per step.
       seed: seed of the order.
       own: rows of each batch that this process fills.
@@ -387,9 +386,6 @@ class Splits:
         """Reads both splits' tokens from `folder`, after writing them if necessary.
 
         Args:
-          corpus: the documents.
-          encoder: encoder of the documents.
-          settings: settings of the run.
           folder: folder of the token files.
           loader: way to make rows.
           own: the rows of each batch that this process fills (see `jaxllm.training.loop.parallel.own_rows`).

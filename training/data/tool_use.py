@@ -1,5 +1,5 @@
 """Makes conversations with function calls, from the functions, requests and results of a packaged file:
-single calls, several in one answer, results that are told, and questions that need none of the tools.
+single calls, several in one answer, results that are reported, and questions that need none of the tools.
 
 Names and shapes of schemas vary (snake and camel case, prefixes, optional parameters, other tools beside the
 right one), so that a model learns to read a schema and not to remember names. All that is made follows from a
@@ -24,12 +24,7 @@ _CASES = ("snake", "snake", "camel", "dotted")
 
 
 def conversations(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Yields conversations as `jaxllm.training.data.documents` reads them: `messages` and `tools`.
-
-    Args:
-      count: number of conversations.
-      seed: seed of all choices.
-    """
+    """Yields conversations as `jaxllm.training.data.documents` reads them: `messages` and `tools`."""
     draw = random.Random(seed)
     functions, pools, talks = _functions()
     for _ in range(count):

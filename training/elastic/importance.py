@@ -139,7 +139,6 @@ def measure(
     """Returns importances of a model's units and layers on a calibration text.
 
     Args:
-      cfg: config of the whole model.
       params: float arrays, which stay in place if they are on the mesh; bfloat16 ones also make activations
         bfloat16.
       batches: the text, packed; or pairs of sources and targets.

@@ -13,7 +13,7 @@ the adapter of a level over the level's own weights, and compiles a step for eac
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -24,11 +24,18 @@ from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.elastic.ladder import LEVELS, Ladder, sub_config, sub_model
 from jaxllm.errors import ConfigError
 from jaxllm.kernels.native_call import PARAMETER, counts_of
-from jaxllm.models.lora import LoraConfig, adapt, adapter_shapes, init_adapter, parameters_of
+from jaxllm.models.lora import (
+    LoraConfig,
+    adapt,
+    adapted_parameters,
+    adapter_shapes,
+    init_adapter,
+    parameters_of,
+)
 from jaxllm.models.parameters import ENCODER, Params
 from jaxllm.models.scanned_layers import STACKS, is_stacked, scan_runs, stacked
 from jaxllm.options import option
-from jaxllm.training.decoders import LoraRecipe, lora_job
+from jaxllm.training.decoders import LoraRecipe
 from jaxllm.training.loop.hardware import step_flops_per_token
 from jaxllm.training.loop.losses import Outputs, distillation_losses, divergences, next_token_losses
 from jaxllm.training.loop.trainer import Job
@@ -68,7 +75,6 @@ def at_level(params: Params, counts: Counts, cfg: ModelConfig) -> dict[str, Any]
     Args:
       params: float arrays of the whole model, units in order, equal layers in stacks or not.
       counts: counts of the level, with unstacked layers or stacked like `params`.
-      cfg: config of the whole model.
     """
     own = stacked(counts, cfg) if is_stacked(params) and not is_stacked(counts) else counts
     return {**used_experts(params, own), **own}
@@ -112,14 +118,7 @@ def used_experts(params: Params, counts: Counts) -> dict[str, Any]:
 
 def adapter_of_level(cfg: ModelConfig, part: ModelConfig, lora: LoraConfig, seed: int) -> dict[str, Any]:
     """Returns a new adapter of a level, in the shapes of the whole model: zero for units that the level
-    lacks.
-
-    Args:
-      cfg: config of the whole model.
-      part: config of the level.
-      lora: config of the adapter.
-      seed: seed of its random factors.
-    """
+    lacks."""
     return wide_adapter(cfg, jax.device_get(init_adapter(part, lora, jax.random.key(seed))))
 
 
@@ -220,9 +219,7 @@ def joint_job(
     the next-token loss, and with `original` also its divergence from that model's distribution.
 
     Args:
-      cfg: config of the whole model.
       params: its initial float32 parameters, units in order.
-      ladder: the levels.
       settings: settings of the training.
       original: model that the whole model stays close to; None for no constraint.
     """
@@ -283,39 +280,56 @@ def level_job(
     switches to another.
 
     Args:
-      cfg: config of the whole model.
       params: its parameters, units in order.
-      ladder: the levels.
-      recipe: recipe of the adapters.
     """
-    frozen: dict[str, Any] = {**params, **level_counts(cfg, ladder, FULL_LEVEL)}
-    job, share = lora_job(cfg, frozen, recipe), recipe.teacher_share if adapters else 0.0
-    dtype, scaling = jnp.dtype(recipe.computed_in), recipe.lora.scaling
 
-    def at_counts(adapter: Any, frozen: Params) -> tuple[Any, Any]:
+    def of_level(adapter: Params, frozen: Any) -> tuple[Any, Any]:
         counts = {name: each for name, each in frozen.items() if name.endswith(PARAMETER)}
         return used_experts(adapter, counts), used_experts(frozen, counts)
 
-    def losses(adapter: Params, frozen: Params, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:
-        return job.losses(*at_counts(adapter, frozen), batch)
+    def whole(frozen: Any) -> Any:
+        return {name: each for name, each in frozen.items() if not name.endswith(PARAMETER)}
 
-    def taught(
-        adapter: Params, frozen: Params, batch: AnyBatch, key: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    adapted_parameters(cfg, recipe.lora.targets)
+    if not adapters:
+        recipe = dataclasses.replace(recipe, teacher_share=0.0)
+    init = adapter_of_level(cfg, cfg, recipe.lora, recipe.seed) if adapters else {}
+    frozen = {**params, **level_counts(cfg, ladder, FULL_LEVEL)}
+    job = _adapter_job(cfg, cfg, recipe, init=init, frozen=frozen, of_level=of_level, whole=whole)
+    return dataclasses.replace(job, frozen_cfg=cfg)
+
+
+def _adapter_job(
+    cfg: ModelConfig,
+    part: ModelConfig,
+    recipe: ElasticRecipe,
+    *,
+    init: Any,
+    frozen: dict[str, Any],
+    of_level: Callable[[Params, Any], tuple[Any, Any]],
+    whole: Callable[[Any], Any],
+) -> Job:
+    """The job of a level's adapter: `of_level` has the adapter and the level's parameters, of the config
+    `part`, and `whole` the whole model's, of the frozen arrays."""
+    dtype, scaling, share = jnp.dtype(recipe.computed_in), recipe.lora.scaling, recipe.teacher_share
+
+    def run(adapter: Params, frozen: Any, batch: AnyBatch) -> Outputs:
+        own, params = of_level(adapter, frozen)
+        return outputs_of_any(adapt(params, own, scaling), batch, cfg=part, dtype=dtype, remat=recipe.remat)
+
+    def losses(adapter: Params, frozen: Any, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:
+        return next_token_losses(run(adapter, frozen, batch), batch), jnp.zeros(())
+
+    def taught(adapter: Params, frozen: Any, batch: AnyBatch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         del key
-        whole = {name: each for name, each in frozen.items() if not name.endswith(PARAMETER)}
-        wanted = outputs_of_any(whole, batch, cfg=cfg, dtype=dtype)
-        own, params = at_counts(adapter, frozen)
-        ours = outputs_of_any(adapt(params, own, scaling), batch, cfg=cfg, dtype=dtype, remat=recipe.remat)
+        wanted = outputs_of_any(whole(frozen), batch, cfg=cfg, dtype=dtype)
+        ours = run(adapter, frozen, batch)
         return distillation_losses(ours, wanted, batch, teacher_share=share), jnp.zeros(())
 
-    init = adapter_of_level(cfg, cfg, recipe.lora, recipe.seed) if adapters else {}
-    flops = step_flops_per_token(cfg, recipe.row_tokens, adapter=True)
+    flops = step_flops_per_token(part, recipe.row_tokens, adapter=True)
     if share:
         flops += step_flops_per_token(cfg, recipe.row_tokens) / 3
-    return dataclasses.replace(
-        job, init=init, losses=losses, sampled_losses=taught if share else None, flops_per_token=flops
-    )
+    return Job(init, losses, frozen, taught if share else None, cfg=part, flops_per_token=flops)
 
 
 def cut_level_job(
@@ -331,41 +345,21 @@ def cut_level_job(
     Losses are those of `level_job`.
 
     Args:
-      cfg: config of the whole decoder.
       params: its parameters, units in order.
-      ladder: the levels.
-      level: the level.
-      recipe: recipe of the adapters.
       before: adapter of a larger level to begin at, cut to the units of this one; empty for a new one.
     """
     part = sub_config(cfg, ladder, level)
-    dtype, scaling, share = jnp.dtype(recipe.computed_in), recipe.lora.scaling, recipe.teacher_share
     init = dict(init_adapter(part, recipe.lora, jax.random.key(recipe.seed)))
     for name, like in init.items():
         if name in before:
             own = np.asarray(before[name])[tuple(map(slice, like.shape))]
             # In a layer a smaller level may have more units of one kind.
             init[name] = jnp.pad(own, [(0, n - has) for n, has in zip(like.shape, own.shape, strict=True)])
-    frozen: dict[str, Any] = {"level": sub_model(params, part), "whole": dict(params) if share else {}}
-
-    def run(adapter: Params, frozen: Any, batch: AnyBatch) -> Outputs:
-        changed: Any = adapter
-        params = adapt(frozen["level"], changed, scaling)
-        return outputs_of_any(params, batch, cfg=part, dtype=dtype, remat=recipe.remat)
-
-    def losses(adapter: Params, frozen: Any, batch: AnyBatch) -> tuple[jax.Array, jax.Array]:
-        return next_token_losses(run(adapter, frozen, batch), batch), jnp.zeros(())
-
-    def taught(adapter: Params, frozen: Any, batch: AnyBatch, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        del key
-        wanted = outputs_of_any(frozen["whole"], batch, cfg=cfg, dtype=dtype)
-        ours = run(adapter, frozen, batch)
-        return distillation_losses(ours, wanted, batch, teacher_share=share), jnp.zeros(())
-
-    flops = step_flops_per_token(part, recipe.row_tokens, adapter=True)
-    if share:
-        flops += step_flops_per_token(cfg, recipe.row_tokens) / 3
-    return Job(init, losses, frozen, taught if share else None, cfg=part, flops_per_token=flops)
+    whole = dict(params) if recipe.teacher_share else {}
+    return _adapter_job(
+        cfg, part, recipe, init=init, frozen={"level": sub_model(params, part), "whole": whole},
+        of_level=lambda adapter, frozen: (adapter, frozen["level"]), whole=lambda frozen: frozen["whole"],
+    )  # fmt: skip
 
 
 def divergence_job(cfg: ModelConfig, original: Params, settings: TrainSettings) -> Job:

@@ -204,9 +204,7 @@ def recover_levels(
     Yields each level, its adapter, if that lowers the loss, and facts for the summary.
 
     Args:
-      state: state of the run.
       served: the whole model's parameters on the mesh, as served.
-      ladder: the levels.
     """
     cfg, recipe, splits = state.cfg, state.recipe, state.splits
     adapters = recipe.recovery == "lora"
@@ -257,10 +255,6 @@ def elasticize(
     """Makes an elastic bundle, or resumes the run.
 
     Args:
-      recipe: recipe of the run.
-      model: Hugging Face folder.
-      out: path of the bundle.
-      run: the run.
       tiny_lm: training of the bundle's tiny LM; None makes a bundle without one.
 
     Returns:

@@ -92,7 +92,6 @@ def quantize_experts(
       recipe: sizes of the measurement.
       model: mixture of experts: a Hugging Face folder or bundle.
       out: path of the bundle; its width is that of all other matrices, and a bundle keeps its own.
-      run: the run.
       target: requirements on the widths.
       texts: files to calibrate on; Python's language reference if empty.
 
@@ -312,8 +311,6 @@ def quantize_seq2seq_experts(
       recipe: sizes of the measurement.
       model: Switch Transformers: a Hugging Face folder or bundle.
       out: path of the bundle; its width is that of all other matrices, and a bundle keeps its own.
-      run: the run.
-      pairs: pairs of sources and targets.
       prefix: task prefix of each source; None for the model's own.
       target: requirements on the widths.
       measure: name in `MEASURES` of the metric that losses are measured by.

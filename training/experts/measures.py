@@ -180,7 +180,6 @@ class TextPerplexity(Measure):
 
         Args:
           cfg: a mixture.
-          batches: the text.
           mesh: the devices, over which rows are divided; None: the default one.
         """
         self._cfg, self._batches = cfg, batches

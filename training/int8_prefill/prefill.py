@@ -51,7 +51,6 @@ def calibrate_prefill(
     Args:
       recipe: sizes of the calibration.
       model: Hugging Face folder or GGUF file, or a bundle of 8-bit weights (an elastic one keeps its levels).
-      out: the new bundle.
       most_loss: tolerable growth of the perplexity, as a share, on the text and on held-out text: it
         determines the numbers of layers with a shadow, and then of channels.
       texts: files to calibrate on; Python's language reference if empty.

@@ -215,7 +215,6 @@ class TrainState:
     Attributes:
       step: number of steps done, int32 scalar.
       params: trained parameters, float32 leaves.
-      optimizer: optax's state.
     """
 
     step: jax.Array
@@ -323,7 +322,6 @@ class Checkpoints:
         """Reads the state after `step` steps.
 
         Args:
-          step: step of a checkpoint.
           abstract: tree of `jax.ShapeDtypeStruct` with the shardings that the leaves get.
 
         Raises:

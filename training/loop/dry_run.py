@@ -33,13 +33,10 @@ class Estimate:
 
     Attributes:
       device: name of the device that time and memory are estimated for.
-      devices: number of devices.
       state_bytes: bytes of parameters, optimizer and frozen weights, per device.
       temporary_bytes: peak bytes of activations, gradients and gathered weights, per device.
       memory_bytes: sum of both and of the step's newly allocated results.
-      device_memory_bytes: memory of one device.
       step_s: seconds per step.
-      device_hours: device hours of the whole run.
     """
 
     device: str
@@ -69,8 +66,6 @@ def estimate(job: Job, settings: TrainSettings, mesh: Mesh, *, frozen: Any, devi
 
     Args:
       job: job with initial parameters from a key, and `cfg`; its frozen arrays are not read.
-      settings: settings of the run.
-      mesh: the devices.
       frozen: shapes of the frozen arrays, or None.
       device: part of a device's name in `DEVICES`, or "" for this process's own.
 
@@ -98,8 +93,6 @@ def estimate_of(
     """Reads the analysis of a compiled step.
 
     Args:
-      compiled: the step.
-      mesh: mesh of the step.
       device: see `estimate`.
       step_flops: operations of a step on all devices, with recomputation.
       steps: number of steps of the run.

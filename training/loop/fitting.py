@@ -188,7 +188,6 @@ def export_best_of(
     continues the run.
 
     Args:
-      run_dir: the run's folder.
       kind: class of the run's recipe.
       job_of: function from the recipe to the job of the run, for its parameters' shapes.
       write: function of (a folder, the recipe, the run's tokenizer, the parameters) that writes them.

@@ -22,7 +22,6 @@ class Device:
 
     Attributes:
       flops: bfloat16 operations per second, dense.
-      memory_bytes: size of its memory.
     """
 
     flops: float
@@ -54,8 +53,6 @@ def step_flops_per_token(cfg: ModelConfig, row_tokens: int, *, adapter: bool = F
     token attends to half of it on average.
 
     Args:
-      cfg: the model.
-      row_tokens: T.
       adapter: whether weights are frozen, so that the backward pass computes no products for them.
     """
     looked_up = 0 if cfg.tied_head else cfg.vocab_size * cfg.hidden_size
@@ -110,7 +107,6 @@ def explain_memory_errors(
 
     Args:
       step: function that returns the compiled step, or None if compilation itself ran out of memory.
-      settings: settings of the step.
 
     Raises:
       ConfigError: a device or a block of a kernel has too little memory; the message has the compiler's

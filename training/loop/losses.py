@@ -39,11 +39,9 @@ class Outputs:
     """Outputs of a model for the targets of a batch.
 
     Attributes:
-      params: parameters of the model.
       hidden: hidden states `[B, T, D]` after the final norm.
       logits: logits `[B, T, V]` float32; None if they are computed block by block.
       routing: routing of a decoder with experts.
-      cfg: config of the model.
     """
 
     params: Params

@@ -199,7 +199,6 @@ def own_rows(mesh: Mesh, rows: int, parts: int) -> tuple[int, ...] | None:
     """Returns the rows of a batch that this process's devices compute, ascending; None for all.
 
     Args:
-      mesh: the devices.
       rows: B, number of rows of the whole batch.
       parts: number of parts that it is placed in (see `place_rows`).
     """
@@ -246,7 +245,6 @@ def placed(
 
     Args:
       tensors: (name, tensor) pairs in the order of the file.
-      mesh: the devices.
       dtype: dtype of all arrays; None for their own.
     """
     found = {}

@@ -46,7 +46,6 @@ class Run:
     Attributes:
       folder: its folder, created if missing; the same job in the same folder resumes.
       data: folder of the recipe's sources.
-      mesh_shape: devices.
       console: console of lines of progress; None for the terminal's error stream.
       tensorboard: whether TensorBoard's events are written into the folder, too.
       profile: folder for a trace of a few steps (see `StepTrace`); None for no trace.
@@ -164,7 +163,6 @@ def claimed(run_dir: Path, recipe: Recipe, **learns_from: str) -> Iterator[bool]
     first process does so; the others may enter with it if all wait for each other within the block.
 
     Args:
-      run_dir: the folder.
       recipe: recipe of the run. On resumption only duration, parts of a batch, rematerialization and
         logging may differ; an unset precision is that of this process's devices.
       learns_from: names or digests of the run's inputs.
@@ -361,13 +359,7 @@ class StepTrace:
 
 class Log:
     """Writes the loop's records into `metrics.jsonl` and `tensorboard/`, in the first process; a context that
-    shows the progress bar.
-
-    Args:
-      run: the run.
-      steps: number of steps of the whole run.
-      sources: names, by number.
-    """
+    shows the progress bar."""
 
     def __init__(self, run: Run, steps: int, sources: Sequence[str] = ()) -> None:
         self._path = run.folder / "metrics.jsonl" if is_first() else None

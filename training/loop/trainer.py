@@ -95,7 +95,6 @@ class Trainer:
     Args:
       job: parameters and loss.
       settings: settings of the loop.
-      mesh: the devices.
       stack: whether equal layers are stacked and run in a loop; None: see `stacks_layers`.
 
     Raises:

@@ -50,7 +50,6 @@ def dropout(key: jax.Array, share: float) -> Drop:
     """Sets a share of all numbers to zero (in steps of 1/256), and scales the others up.
 
     Args:
-      key: PRNG key of all places.
       share: dropped share in [0, 1).
     """
     lost = round(share * 256)
@@ -84,8 +83,6 @@ def target_hidden(
     Args:
       params: floats, or frozen weights of any format, also with adapters; a level has the counts of its
         units (see `jaxllm.training.elastic.job`).
-      batch: the pairs.
-      cfg: config of the whole model.
 
     Returns:
       The parameters in the dtypes of the computation; hidden states `[B, T, D]` of the targets after the

@@ -180,7 +180,6 @@ def read_pairs(sources: Sequence[Source], data: Path | None = None) -> TextPairs
     """Reads the pairs of all sources, in order; pairs with an empty side are left out.
 
     Args:
-      sources: sources of pairs.
       data: folder of relative paths; the working directory by default.
 
     Raises:
@@ -282,8 +281,6 @@ class PairSplits:
     """Pairs of a run as tokens.
 
     Attributes:
-      train: training pairs.
-      held_out: held-out pairs.
       source_names: names of the pairs' sources, by number.
       digest: digest of the texts and of the prefix of each source.
       most_batches: maximum number of batches that losses are measured on; 0 for all.

@@ -72,7 +72,6 @@ class PairSource(Source):
     """Source of pairs of one task.
 
     Attributes:
-      label: name in metrics, and of the task in the model's folder.
       prefix: task prefix of each source; one token of the tokenizer.
     """
 
@@ -230,7 +229,6 @@ def train_seq2seq(
 
     Args:
       recipe: recipe of the run. On resumption only duration and logging may differ from the run's own.
-      run: the run.
       tokenizer: `tokenizer.json` of another such run; None trains one.
       teacher: Hugging Face folder with the same tokenizer, for a recipe with a `teacher_share`.
 
@@ -310,7 +308,6 @@ def encoded_rows(
     """Encodes pairs, each source after its prefix, and puts them into rows.
 
     Args:
-      pairs: the texts.
       tokenizer: tokenizer of `pair_tokenizer`.
       rows_multiple: divisor of the number of rows of every batch.
     """

@@ -52,7 +52,6 @@ def calibrate_nested(
     Args:
       recipe: sizes of the calibration.
       model: Hugging Face folder, or a bundle of nested weights, whose two planes then replace the floats.
-      out: the new bundle.
       texts: files to calibrate on; Python's language reference if empty.
 
     Returns:

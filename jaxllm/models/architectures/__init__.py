@@ -169,7 +169,6 @@ def read_text_config(config: Mapping[str, Any], *, ignore_keys: Collection[str] 
     """The model of a config.json: the text model of a wrapper, or the model itself.
 
     Args:
-      config: the JSON object.
       ignore_keys: keys to ignore, see `ConfigReader`; those of the text model start with `text_config.`.
 
     Raises:

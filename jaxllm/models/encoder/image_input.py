@@ -99,13 +99,13 @@ def image_text(grid: tuple[int, int], tile_rows: int) -> str:
     """The prompt text of an image with a grid of tiles and `tile_rows` rows per tile: for each tile its
     place and its rows, then those of the whole image."""
     rows, columns = grid
-    told = ""
+    text = ""
     for row in range(rows):
         for column in range(columns):
-            told += f"{AROUND}<row_{row + 1}_col_{column + 1}>" + IMAGE * tile_rows
-        told += "\n"
-    told += "\n" if rows else ""
-    return f"{told}{AROUND}{WHOLE_IMAGE}{IMAGE * tile_rows}{AROUND}"
+            text += f"{AROUND}<row_{row + 1}_col_{column + 1}>" + IMAGE * tile_rows
+        text += "\n"
+    text += "\n" if rows else ""
+    return f"{text}{AROUND}{WHOLE_IMAGE}{IMAGE * tile_rows}{AROUND}"
 
 
 def tiles_of(grid: tuple[int, int]) -> int:

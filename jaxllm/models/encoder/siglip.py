@@ -22,7 +22,6 @@ class ImageEncoderConfig:
     Attributes:
       image_size: height and width of an image in pixels.
       patch_size: side of a square patch; an image has P = (image_size / patch_size)² of them.
-      channels: channels of a pixel.
       hidden_size, ffn_size, layers, heads: sizes of the encoder (W, F, L, N).
       activation, norm_eps: activation and norm epsilon of its layers.
       shuffle: the connector puts squares of `shuffle` by `shuffle` patches into one row.

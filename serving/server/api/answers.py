@@ -28,7 +28,7 @@ from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Streamed
 from jaxllm.serving.server.api.tool_use import ToolUse
 from jaxllm.serving.server.calls import Call, CallPrompt, Conversation, ModelFacts
 from jaxllm.serving.server.limits import objective_from
-from jaxllm.text.answer_format import make_scanner
+from jaxllm.text.answer_scanner import FormatScanner
 from jaxllm.text.answer_syntax import AnswerFormat
 
 _EVENTS = "text/event-stream"
@@ -346,7 +346,7 @@ async def answer_of(
     scanner: MakeScanner = None
     if thinks or params.use.called:
         config = dataclasses.replace(config, markers=tuple(text for text, _ in answer_format.special))
-        scanner = lambda: make_scanner(answer_format, params.use.called, thinking=opened)  # noqa: E731
+        scanner = lambda: FormatScanner(answer_format, params.use.called, thinking=opened)  # noqa: E731
     if (seed := config.sampling.seed) is None:
         configs = [config] * params.n
     else:

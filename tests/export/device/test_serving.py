@@ -49,7 +49,7 @@ async def events_of(ticket):
 
 
 @in_loop
-async def test_calls_at_once_are_told_from_start_to_end(engine, backend):
+async def test_calls_at_once_are_reported_from_start_to_end(engine, backend):
     tickets = [backend.submit(call((n, 2, 3), request_id=str(n))) for n in (5, 6)]
     for ticket, n in zip(tickets, (5, 6), strict=True):
         first, *pieces, last = await events_of(ticket)

@@ -334,7 +334,7 @@ def test_calls_of_different_contexts_take_turns(kept):
     assert contexts.memory.kept_bytes == 0
 
 
-def test_bad_input_is_told(kept, engine_of):
+def test_bad_input_is_refused(kept, engine_of):
     contexts = kept(contexts_per_app=1)
     context = new(contexts)
     with pytest.raises(BudgetExceeded, match="owns 1 contexts of at most 1"):

@@ -60,7 +60,7 @@ def test_services_take_the_choice(calibrated, tmp_path):
     assert (shared.kv_codec, shared.kv_chunk_tokens) == ("channel", 16)
 
 
-def test_bad_input_is_told(calibrated, tmp_path):
+def test_bad_input_is_refused(calibrated, tmp_path):
     plain, out = calibrated[0], BundleOutput(tmp_path / "out.jaxllm")
     for sizes, match in (((16, 24), "must divide the longest"), ((256,), "at least two chunks, 512 tokens")):
         with pytest.raises(ConfigError, match=match):

@@ -84,7 +84,7 @@ def test_every_document_stands_on_one_side(data):
     assert told.texts[2].startswith("Then")
     assert Corpus.open(SOURCES, data, 0.1).digest() == opened.digest()
     assert Corpus.open(SOURCES[:2], data, 0.1).digest() != opened.digest()
-    # A story that is held out is not told on request in training either.
+    # A story that is held out is not asked for in training either.
     for split in ("train", "held_out"):
         documents = list(Corpus.open(SOURCES[:2], data, 0.25).documents(split))
         plain = {document.texts[0] for source, document in documents if source == 0}

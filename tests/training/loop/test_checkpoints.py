@@ -298,7 +298,7 @@ def test_what_is_damaged_or_of_another_run_is_refused(service):
     assert_is_step(restored(shapes_on(mesh)), 1)
 
 
-def test_a_service_that_is_not_there_is_told(monkeypatch):
+def test_a_service_that_is_not_there_is_an_error(monkeypatch):
     monkeypatch.setattr(module, "_RETRIES", {"max_retries": 1})
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -294,7 +294,7 @@ def test_a_cluster_starts_its_group(environment, group, monkeypatch):
     assert started[group:] == [("host:1", 2, 0)]
 
 
-def test_groups_that_cannot_be_joined_are_told_of(monkeypatch):
+def test_groups_that_cannot_be_joined_are_named(monkeypatch):
     for coordinator in (None, "none"):
         with pytest.raises(ConfigError, match="--coordinator"):
             start_process_group(coordinator, 2, 0)

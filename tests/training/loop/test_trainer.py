@@ -274,7 +274,7 @@ def test_one_graph_is_compiled_for_all_steps_of_a_shape():
 @pytest.mark.parametrize(
     ("compiles", "figure"), [(True, r"needs \d+\.\d GiB per device and"), (False, "a step")]
 )
-def test_too_little_memory_is_told_with_what_to_change(compiles, figure):
+def test_too_little_memory_is_explained_with_what_to_change(compiles, figure):
     trainer, batch = trainer_of(SMOKE), batches_of(SMOKE).batch_at(0)
     state, _ = trainer.step(trainer.initial(), batch)
 

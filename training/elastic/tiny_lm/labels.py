@@ -93,7 +93,6 @@ def lightest(
 
     Args:
       correct: `[N, levels, prompt_ratios]` bool, choices that answer right.
-      slos: S objectives.
       levels: levels in percent, ascending.
       prompt_ratios: prompt ratios, ascending.
       shares: `[N, prompt_ratios]`, share of the prompt's tokens that stay at each ratio; None for the
@@ -240,7 +239,6 @@ class Questions:
     """Questions on either side of a split.
 
     Attributes:
-      all: of all tasks.
       held_out: `[N]` bool, by content, variants of one question together.
       numbers: `[N]` int, number within its task, from 0; the first ones are a fair sample of all.
     """
@@ -260,9 +258,6 @@ def read_questions(recipe: TinyLmRecipe, data: Path, tokenizer: Tokenizer, windo
     """Reads the questions of a recipe's tasks from their training splits.
 
     Args:
-      recipe: the run.
-      data: the folder of all data.
-      tokenizer: the large model's.
       window_tokens: the large model's; questions longer than this with an answer are left out.
 
     Raises:
@@ -337,13 +332,7 @@ def kept_answers(
 def kept_support(
     path: Path, questions: Sequence[Question], make: Callable[[], list[np.ndarray]]
 ) -> list[np.ndarray]:
-    """Reads tokens' support of right answers from a file, or measures it and writes the file.
-
-    Args:
-      path: of the file.
-      questions: those to measure.
-      make: measures (see `token_support`).
-    """
+    """Reads tokens' support of right answers from a file, or measures it and writes the file."""
     found = _kept(path, questions_digest(questions), ("tokens",), lambda: {"tokens": np.concatenate(make())})
     ends = np.cumsum([len(each.prompt.ids) for each in questions])
     return np.split(found["tokens"], ends[:-1])
@@ -390,7 +379,6 @@ def token_support(
 
     Args:
       model: the elastic model.
-      questions: questions with options.
       steps: number of points on the way from the mean embedding to the token's own.
       on_measured: callback for (questions done, all questions) after each dispatch.
 
@@ -442,9 +430,7 @@ def question_score_rows(
     Args:
       questions: N questions.
       support: support of each question's tokens (see `token_support`).
-      reader: reader of rows.
       source: number of these rows' source.
-      weight: weight of each label.
 
     Raises:
       ConfigError: no question has more than one droppable word.

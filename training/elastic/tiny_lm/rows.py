@@ -52,7 +52,6 @@ class KeptWords:
     """Text with labelled words.
 
     Attributes:
-      text: the text.
       kept: `[words]` bool, True = the shorter version has this word.
       variation: share of the shorter version's words that the text does not have.
       gap: number of its words that the text has without an unlabelled position left, as a share of the
@@ -296,7 +295,6 @@ class DecisionRows:
       tokens: `[N, T]` int32, the first row of each question, with room for marks.
       mask: `[N, T]` bool, True = a real token.
       labels: `[N, S, 2]` int32 (see `labels.lightest`).
-      slos: S objectives.
       mark_ids: token of each of `marks()`.
       batch: B.
       seed: seed of the samples.
@@ -349,7 +347,6 @@ def score_rows(
     Args:
       sources: labelled texts of each source, in the order of its file.
       tokenizer: tokenizer of the large model, with its template.
-      reader: reader of rows.
       instructions: system's turns, one of which is sampled per row; an empty one is none.
       seed: seed of lengths and instructions.
 

@@ -95,7 +95,6 @@ class Start:
         embeddings are orthogonal.
 
         Args:
-          recipe: recipe of the run.
           tokenizer: tokenizer of the large model.
           encoder: MobileBERT folder with its tokenizer; None trains the recipe's encoder from scratch.
 
@@ -189,7 +188,6 @@ class TinyLmSources:
     """Inputs of a recipe, read for one large model.
 
     Attributes:
-      recipe: recipe of the run.
       start: the tiny LM before its training.
       texts: training and held-out rows, for each file of shorter versions.
       questions: questions of all tasks, to learn decisions from.
@@ -216,7 +214,6 @@ class TinyLmSources:
         """Reads all inputs of a run.
 
         Args:
-          recipe: recipe of the run.
           data: folder of the recipe's files.
           tokenizer: tokenizer of the large model.
           window_tokens: window of the large model; longer questions are left out.
@@ -260,7 +257,6 @@ def train_tiny_lm(
     Args:
       sources: the recipe, with the files that it names.
       model: elastic model with all of the recipe's levels.
-      run: the run.
       name: name of the model; a run cannot be resumed with another.
 
     Returns:
@@ -452,7 +448,6 @@ def decision_metrics(chosen: np.ndarray, labels: np.ndarray, slos: Sequence[Slo]
 
     Args:
       chosen, labels: `[N, S, 2]` int.
-      slos: S objectives.
     """
     right = chosen == labels
     both = right.all(-1)
@@ -480,7 +475,6 @@ def answer_metrics(
     Args:
       answers: answers to N questions.
       chosen: `[N, S, 2]` int, the decisions; one that does not meet its SLO is replaced by the default.
-      slos: S objectives.
       levels, prompt_ratios: meanings of the classes.
 
     Returns:

@@ -10,7 +10,6 @@ import pytest
 from jaxllm.serving.guided.calls import answer_grammar
 from jaxllm.serving.guided.grammar import Grammar
 from jaxllm.serving.server.api import answers
-from jaxllm.text.answer_format import format_of
 from jaxllm.text.answer_syntax import AnswerFormat
 from jaxllm.text.chat_template import ChatTemplate
 
@@ -31,7 +30,7 @@ PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\
 @functools.cache
 def answer_format(template: str) -> AnswerFormat:
     """The format of a template's answers."""
-    return format_of(ChatTemplate(template or PLAIN, {}))
+    return ChatTemplate(template or PLAIN, {}).answer_format
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
