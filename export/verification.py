@@ -99,7 +99,7 @@ def verify(
             # Rounding decides between tokens of quantized weights.
             if not difference <= tolerance and (tolerance < _LOOSE or each.dtype == np.float32):
                 raise ProgramError(
-                    f"the program {signature.name} differs from its step by {difference:.0%} in {output}; "
+                    f"the program {signature.name} differs from its step by {difference:.2%} in {output}; "
                     "report this model and the versions of jax and of what compiled it"
                 )
         if progress is not None:
