@@ -17,11 +17,13 @@ from benchmarks.peers.llama import LlamaCppSession
 from benchmarks.peers.peer import Opening
 from jaxllm import Engine, EngineOptions, GenerationConfig
 from jaxllm.bundle import Bundle
+from jaxllm.bundle.kit import find_kit, read_kit
 from jaxllm.export.gguf_file import write_plain_gguf
 from jaxllm.export.plain_model import read_plain
 from jaxllm.kv.cache import new_cache
 from jaxllm.models import decoder
 from jaxllm.prepare import prepare
+from jaxllm.serving.evaluation.texts import perplexity
 from tests import tiny_hf
 from tests.quick_jit import jit
 from tests.serving.server.daemons import Process
@@ -247,3 +249,19 @@ def test_the_packaged_adapter_calls_functions_by_samples(gguf, tmp_path):
                     found = call["function"]
                     right += (found["name"], json.loads(found["arguments"])) == (name, arguments)
     assert right >= 6
+
+
+def test_the_packaged_kit_makes_levels_of_which_larger_ones_lose_less(gguf, tmp_path):
+    prepare(gguf, tmp_path / "elastic.jaxllm", weights="int8", parts=read_kit(find_kit("smollm2")))
+    levels = (10, 20, 35, 50, 75)
+    options = EngineOptions(context_tokens=256, cache_tokens=(256,), levels=levels)
+    engine = Engine.open(tmp_path / "elastic.jaxllm", options=options)
+    text = (
+        "The library stands at the end of a long street, behind a row of old trees. In the morning children "
+        "come with their teachers, and in the evening people who work sit there and read the news."
+    )
+    losses = [perplexity(engine.at(level), [text]).perplexity for level in (*levels, 100)]
+    assert losses == sorted(losses, reverse=True)
+    # A half of the model still foresees a text better than chance among a hundred tokens; a tenth does not.
+    assert losses[-3] < 100 < losses[0]
+    assert "Paris" in engine.generate("The capital of France is", GenerationConfig(max_tokens=8)).text
