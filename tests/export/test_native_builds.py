@@ -99,7 +99,7 @@ def test_sanitizers_find_nothing(tflite, wanted, tmp_path):
 @pytest.fixture(scope="module")
 def arm_program(tmp_path_factory):
     if not ARM_LIBRARY.exists():
-        pytest.skip("JAXLLM_ARM_LITERT has no LiteRT for Arm (make test-arm)")
+        pytest.skip("JAXLLM_ARM_LITERT has no LiteRT for Arm (make test-arm-device)")
     return check_program(tmp_path_factory.mktemp("arm"), ARM_LIBRARY.absolute(), compiler=ARM_COMPILER)
 
 
