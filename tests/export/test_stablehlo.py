@@ -261,7 +261,9 @@ def test_a_program_that_computes_something_else_is_not_exported(stablehlo, subje
     decode = [each for each in Manifest.read(stablehlo).signatures if each.name == "decode"]
     verify(run, decode, subject, plan, "f32")
     arrays = {**subject.arrays, "embed.tokens": subject.arrays["embed.tokens"] * 1.01}
-    with pytest.raises(ProgramError, match=r"the program decode differs from its step by 0\.\d+% in kv_cache_k_0"):
+    with pytest.raises(
+        ProgramError, match=r"the program decode differs from its step by 0\.\d+% in kv_cache_k_0"
+    ):
         verify(run, decode, dataclasses.replace(subject, arrays=arrays), plan, "f32")
 
 
