@@ -34,7 +34,7 @@ class Lookup {
  public:
   // At most `most` tokens that followed the latest earlier occurrence of the last ones; none while it pauses.
   std::vector<int32_t> Draft(const std::vector<int32_t>& text, size_t most);
-  // Learns from a step's milliseconds and tokens; `drafted` tells which kind of step it was.
+  // Learns from a step's milliseconds and tokens; `drafted`: whether it verified drafts.
   void Learn(bool drafted, double spent_ms, size_t tokens);
 
  private:

@@ -46,7 +46,7 @@ class Server:
             answer = self._answer(command)
         except JaxllmError as error:
             answer = {"error": one_line(error)}
-        except Exception as error:  # The parent gets whatever a library raises.
+        except Exception as error:  # The parent gets every error of a library.
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {one_line(error)}"}
         answer |= {"cpu_s": time.process_time() - began_cpu, "peak_bytes": peak_resident_bytes()}

@@ -42,15 +42,14 @@ def require_golden(manifest: Manifest, engine: Engine[Any]) -> None:
     """
     for golden in manifest.golden:
         answer = _answer(engine, golden.level, golden.prompt, len(golden.tokens))
-        for place, wanted in enumerate(golden.tokens):
-            found = answer.tokens[place] if place < len(answer.tokens) else None
+        rows = zip(golden.tokens, answer.tokens, answer.logprobs, strict=True)
+        for place, (wanted, found, best) in enumerate(rows, 1):
             if found == wanted:
                 continue
-            best = answer.logprobs[place]
             if best.logprob - dict(best.top).get(wanted, -math.inf) > _TIE_NATS:
                 raise ProgramError(
                     f"level {golden.level} answers otherwise than where the programs were made: its token "
-                    f"{place + 1} is {found}, not {wanted}; use another version of the runtime, or export "
+                    f"{place} is {found}, not {wanted}; use another version of the runtime, or export "
                     "the model again"
                 )
             break

@@ -63,6 +63,8 @@ class GuidedDecoding(Decoding):
         """
         super().__init__(free.runner)
         self._free, self.matcher, self._top = free, matcher, top_logprobs or 0
+        # Drafts are off in a dispatch with other answers.
+        self._plain = Decoding(free.runner)
         self.logprobs = None if top_logprobs is None else []
         exact = getattr(self.runner.options, "exact_chunks", False)
         self.waits = matcher is not None and exact and self._feeds_floats(1)
@@ -161,7 +163,7 @@ class GuidedDecoding(Decoding):
 
     def batch_limit(self, pace: int, remaining: int) -> int:
         """See `Decoding`."""
-        return self._limit(Decoding(self.runner), pace, remaining)
+        return self._limit(self._plain, pace, remaining)
 
     def batch_row(self, row: BatchRow, cached: Sequence[int]) -> BatchRow | None:
         """See `Decoding`: forced tokens are fed in a dispatch of their own."""
@@ -175,10 +177,9 @@ class GuidedDecoding(Decoding):
         tokens, before = found.tokens, self._before
         assert before is not None, "`kept` before `batch_row`"
         found = dataclasses.replace(found, sampler=_unmasked(found.sampler, before))
-        took_s = time.perf_counter() - self._began_s
         if not self._freely:
             if self._chances is not None and matcher is not None:
-                self._chances.masked(took_s)
+                self._chances.masked(time.perf_counter() - self._began_s)
             self._take(tokens[0])
             return found
         if NO_TOKEN in tokens:
