@@ -8,7 +8,8 @@ Order, as in Hugging Face's logits processors: bias, penalties, temperature, top
 
 Exported programs choose by the same functions (`jaxllm.export.steps.exported`), so these use only
 operations that every runtime of programs supports: no sorts and no scatters; of bit operations on integers
-only exclusive or and shifts, in int32 words. On a CPU native kernels compute the same, to the bit.
+only exclusive or and shifts, in int32 words. On a CPU one native kernel draws the same tokens, but where two
+are equal to the last bits of their noise.
 """
 
 import dataclasses
@@ -35,7 +36,7 @@ Repeat = Callable[[Callable[[Any, jax.Array], jax.Array], jax.Array], jax.Array]
 
 _ONE = np.float32(1).view(np.int32)
 _TINY = np.finfo(np.float32).tiny
-_MAGNITUDE, _SIGN = np.int32(0x7FFFFFFF), np.uint32(1 << 31)
+_MAGNITUDE = np.int32(0x7FFFFFFF)
 # 2^31, the minimum of int32, down to 1.
 BITS = (np.uint32(1) << np.arange(31, -1, -1, dtype=np.uint32)).view(np.int32)
 
@@ -65,15 +66,19 @@ def choose(logits: jax.Array, state: SamplerState) -> jax.Array:
     axes.check(jnp.float32, "B V", logits=logits)
     state.check(axes)
 
-    def draw(logits: jax.Array) -> jax.Array:
+    def penalized(logits: jax.Array) -> jax.Array:
+        logits = jax.lax.cond(state.penalized, penalize, lambda logits, _: logits, logits, state)
+        return jax.lax.cond(state.temperature > 0, lambda x: _by_kernel(kernel, drawn, x), likeliest, logits)
+
+    def kernel(logits: jax.Array) -> jax.Array:
+        floats = jnp.stack([state.temperature, state.top_p, state.min_p])
+        return native_attention.draw(logits, floats, jnp.stack([state.top_k, state.drawn]), state.seed)
+
+    def drawn(logits: jax.Array) -> jax.Array:
         # Relative to the largest, so that division by a small temperature yields no positive infinity.
         logits = logits - jnp.max(logits, axis=-1, keepdims=True)
         kept = filtered(logits / state.temperature, state)
         return _if_finite(kept, largest(kept + gumbel_noise(state.seed, state.drawn, kept.shape)))
-
-    def penalized(logits: jax.Array) -> jax.Array:
-        logits = jax.lax.cond(state.penalized, penalize, lambda logits, _: logits, logits, state)
-        return jax.lax.cond(state.temperature > 0, draw, likeliest, logits)
 
     # Most requests are greedy on unchanged logits: no other branch may copy these.
     return jax.lax.cond(state.penalized | (state.temperature > 0), penalized, likeliest, logits)
@@ -119,31 +124,21 @@ def largest(logits: jax.Array, *, portable: bool = False) -> jax.Array:
     return _by_kernel(native_attention.largest, in_two_passes, logits)
 
 
-def gumbel_noise(
-    seed: jax.Array, drawn: jax.Array, shape: tuple[int, ...], *, portable: bool = False
-) -> jax.Array:
+def gumbel_noise(seed: jax.Array, drawn: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Gumbel noise of a shape, float32, equal to `jax.random.gumbel` with a threefry2x32 key.
 
     Args:
       seed: `[2]` uint32, or the same bits as int32: the key.
       drawn: an int32 scalar that is folded into the key.
       shape: of the result.
-      portable: whether to use no kernels.
     """
-
-    def kernel(seed: jax.Array, drawn: jax.Array) -> jax.Array:
-        return _words(native_attention.random_bits(seed, drawn, shape))
-
-    def bits(seed: jax.Array, drawn: jax.Array) -> jax.Array:
-        words, zero = _words(seed), jnp.zeros(1, jnp.int32)
-        key = threefry((words[:1], words[1:]), (zero, drawn[None]), _shifted)
-        index = jnp.arange(math.prod(shape), dtype=jnp.int32)
-        high, low = threefry(key, (jnp.zeros_like(index), index), _shifted)
-        return (high ^ low).reshape(shape)
-
-    words = bits(seed, drawn) if portable else _by_kernel(kernel, bits, seed, drawn)
+    words, zero = _words(seed), jnp.zeros(1, jnp.int32)
+    key = threefry((words[:1], words[1:]), (zero, drawn[None]), _shifted)
+    index = jnp.arange(math.prod(shape), dtype=jnp.int32)
+    high, low = threefry(key, (jnp.zeros_like(index), index), _shifted)
+    bits = (high ^ low).reshape(shape)
     # 23 of the bits are the fraction of a number in [1, 2).
-    uniform = jax.lax.bitcast_convert_type(_shifted(words, 9) + _ONE, jnp.float32) - 1
+    uniform = jax.lax.bitcast_convert_type(_shifted(bits, 9) + _ONE, jnp.float32) - 1
     return -jnp.log(-jnp.log(jnp.maximum(uniform, _TINY)))
 
 
@@ -181,18 +176,11 @@ def keep_top_k(logits: jax.Array, k: jax.Array, repeat: Repeat | None = None) ->
     Args:
       logits: `[B, V]` float32.
       k: int32 scalar.
-      repeat: repeats a body for each bit without kernels; None for a loop, or a kernel on a CPU.
+      repeat: repeats a body for each bit; None for a loop.
     """
-
-    def kernel(logits: jax.Array, k: jax.Array) -> jax.Array:
-        return _words(native_attention.kth_largest(logits, k) ^ _SIGN)
-
-    def threshold(logits: jax.Array, k: jax.Array) -> jax.Array:
-        # Counts are floats, which are exact for any vocabulary.
-        return _threshold(logits, jnp.ones_like(logits), k.astype(jnp.float32), repeat or by_loop)
-
-    least = threshold(logits, k) if repeat else _by_kernel(kernel, threshold, logits, k)
-    return _keep_from(logits, least)
+    # Counts are floats, which are exact for any vocabulary.
+    ones, wanted = jnp.ones_like(logits), k.astype(jnp.float32)
+    return _keep_from(logits, _threshold(logits, ones, wanted, repeat or by_loop))
 
 
 @shaped(logits="float32 B V", p="float32")

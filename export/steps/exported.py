@@ -345,7 +345,7 @@ def choose(
     draws = state.temperature > 0
 
     def noised(logits: jax.Array) -> jax.Array:
-        return logits + gumbel_noise(state.seed, state.drawn, logits.shape, portable=True)
+        return logits + gumbel_noise(state.seed, state.drawn, logits.shape)
 
     # Branches are not nested: LiteRT's converter gives inner ones wrong constants.
     logits = only_if(state.penalized, lambda x: penalize(x, state, jnp.where), logits)

@@ -200,17 +200,17 @@ def largest(x: jax.Array) -> jax.Array:
     return _call("largest", jax.ShapeDtypeStruct(x.shape[:1], jnp.int32), x)
 
 
-def random_bits(seed: jax.Array, drawn: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Returns random bits of a shape, uint32: those of `jax.random.bits` with the threefry2x32 key `seed`
-    `[2]` uint32 into which `drawn`, an int32 scalar, is folded."""
-    return _call("random_bits", jax.ShapeDtypeStruct(shape, jnp.uint32), seed, drawn)
+def draw(logits: jax.Array, floats: jax.Array, ints: jax.Array, seed: jax.Array) -> jax.Array:
+    """A token sampled from each row of `logits` `[M, V]` float32, `[M]` int32; -1 for a row whose largest is
+    not finite. Each row's random numbers are those of `sampling.gumbel_noise` for all rows.
 
-
-def kth_largest(x: jax.Array, k: jax.Array) -> jax.Array:
-    """Returns the `k`-th largest value (int32 scalar, from 0 up) of each row of `x` `[M, V]` float32, as
-    keys `[M]` uint32 whose order is that of the floats (see `sampling.ordered_bits`, which are 2^31 less); 0
-    if a row has fewer."""
-    return _call("kth_largest", jax.ShapeDtypeStruct(x.shape[:1], jnp.uint32), x, k)
+    Args:
+      logits: see above.
+      floats: `[3]` float32: temperature, over 0, top_p and min_p.
+      ints: `[2]` int32: top_k, and the number that is folded into the key.
+      seed: `[2]` uint32, the key.
+    """
+    return _call("draw", jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32), logits, floats, ints, seed)
 
 
 def _call(name: str, result: jax.ShapeDtypeStruct, *operands: jax.Array) -> Any:

@@ -290,6 +290,7 @@ class Executor:
             self._jobs, self._inbox, self._functions = {}, [], []
         for job in jobs:
             job.put(error)
+        Job.deliver(jobs)
         for function in functions:
             if function.future.set_running_or_notify_cancel():
                 function.future.set_exception(error)
@@ -394,6 +395,7 @@ class Executor:
         self._remove(job)
         if late:
             job.put(Refused("the service has stopped in the middle of the answer", reason="draining"))
+            Job.deliver([job])
 
     def _dispatch(self) -> None:
         beside = sum(job.stage == "decode" for job in self._jobs.values()) > 1
@@ -437,6 +439,7 @@ class Executor:
                 if job.run is not None and job.run.stage == "ended":
                     self._remove(job)
                 first = job.send() or first
+        Job.deliver(jobs)
         if first:
             time.sleep(_FIRST_TOKEN_S)
 
@@ -473,6 +476,7 @@ class Executor:
         for job in jobs:
             self._remove(job, keep=False)
             job.put(error)
+        Job.deliver(jobs)
 
     def _remove(self, job: Job, *, keep: bool = True) -> None:
         """Drops a job; stores its cache for calls with the same prefix, unless it depends on a source."""

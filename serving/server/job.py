@@ -1,7 +1,7 @@
 """Holds one accepted call from its submission to its end: its prompt, run, deadlines and events.
 
-The engine's thread adds events without waiting: for a slow reader they accumulate, at most one per piece of
-the answer.
+The engine's thread adds events without waiting, those of a dispatch together: for a slow reader they
+accumulate, at most one per piece of the answer.
 """
 
 import asyncio
@@ -95,6 +95,7 @@ class Job(Work):
       cancelled: whether the reader left; the engine's thread looks between two dispatches.
       on_event: called in the event loop with each event, with the error that ended the answer, or with None
         if the reader leaves before the end.
+      news: set in the event loop when there may be events; jobs with the same reader share one.
       started, ended: events that the reader has read; None until then.
       read_tokens: number of the answer's tokens that the reader has read.
       outcome: "ended", "cancelled", or the name of the class of the error that ended it.
@@ -130,7 +131,9 @@ class Job(Work):
         self.on_event: Callable[[Event | JaxllmError | None], None] = lambda event: None
         self._on_cancel, self._put_last, self._read_last = on_cancel, False, False
         self._events: collections.deque[Event | JaxllmError] = collections.deque()
-        self._has_events = asyncio.Event()
+        # Those that are not in the event loop yet; used only by the engine's thread.
+        self._outgoing: list[Event | JaxllmError] = []
+        self.news = asyncio.Event()
         self.started: Started | None = None
         self.ended: Ended | None = None
         self.read_tokens, self.outcome = 0, "cancelled"
@@ -153,26 +156,31 @@ class Job(Work):
             self.cancelled = True
             self._on_cancel()
         self._seen(None)
-        self._has_events.set()
+        self.news.set()
+
+    def taken(self) -> Event | None:
+        """Removes and returns the next event, `Started`, a `Piece` or `Ended`; None if it is not there, or
+        after a cancel. Raises the JaxllmError that ended the answer."""
+        if self.cancelled or not self._events:
+            return None
+        event = self._events.popleft()
+        if isinstance(event, Ended):
+            event = self._judged(event)
+        self._seen(event)
+        if isinstance(event, JaxllmError):
+            raise event
+        return event
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yields `Started`, `Piece`s and `Ended`, or raises the JaxllmError that ended the answer. For one
-        reader. A slow reader delays only its own answer."""
+        """Yields the events (see `taken`) up to `Ended`. For one reader. A slow reader delays only its own
+        answer."""
         try:
-            while not self.cancelled:
-                if not self._events:
-                    self._has_events.clear()
-                    await self._has_events.wait()
-                    continue
-                event = self._events.popleft()
-                if isinstance(event, Ended):
-                    event = self._judged(event)
-                self._seen(event)
-                if isinstance(event, JaxllmError):
-                    raise event
-                yield event
-                if isinstance(event, Ended):
-                    return
+            while not self.cancelled and self.ended is None:
+                self.news.clear()
+                while (event := self.taken()) is not None:
+                    yield event
+                if self.ended is None:
+                    await self.news.wait()
         finally:
             # A reader that stops early has left.
             self.cancel()
@@ -220,19 +228,25 @@ class Job(Work):
         self.on_event(event)
 
     def put(self, event: Event | JaxllmError) -> None:
-        """Adds an event, from the engine's thread; an `Ended` or an error is the last, and later ones are
-        dropped."""
-        if self._put_last:
-            return
-        self._put_last = isinstance(event, Ended | JaxllmError)
-        # The loop may be closed while the engine's thread ends its last calls.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._add, event)
+        """Adds an event, from the engine's thread, which `deliver` takes to the reader; an `Ended` or an
+        error is the last, and later ones are dropped."""
+        if not self._put_last:
+            self._put_last = isinstance(event, Ended | JaxllmError)
+            self._outgoing.append(event)
 
-    def _add(self, event: Event | JaxllmError) -> None:
-        if not self.cancelled:
-            self._events.append(event)
-        self._has_events.set()
+    @staticmethod
+    def deliver(jobs: "Sequence[Job]") -> None:
+        """Takes the events that were added to jobs to their readers, from the engine's thread: once for all,
+        because each time interrupts the event loop."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[Job, list[Event | JaxllmError]]]] = {}
+        for job in jobs:
+            if job._outgoing:
+                batches.setdefault(job._loop, []).append((job, job._outgoing))
+                job._outgoing = []
+        for loop, batch in batches.items():
+            # The loop may be closed while the engine's thread ends its last calls.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(_add, batch)
 
     # -- for the scheduler ---------------------------------------------------------------------------
 
@@ -314,7 +328,7 @@ class Job(Work):
         self.refresh()
 
     def send(self) -> bool:
-        """Emits the events of the run's last step; returns whether the first token is among them."""
+        """Adds the events of the run's last step; returns whether the first token is among them."""
         run, now = self.run, time.perf_counter()
         assert run is not None
         self._last_s = now
@@ -362,6 +376,14 @@ class Job(Work):
             context="" if self.context_call is None else self.context_call.record.name,
             context_tokens=0 if self.context_call is None else len(run.sequence),
         )  # fmt: skip
+
+
+def _add(batch: Sequence[tuple[Job, Sequence[Event | JaxllmError]]]) -> None:
+    """Adds events to what the readers of jobs have not read, in the event loop."""
+    for job, events in batch:
+        if not job.cancelled:
+            job._events.extend(events)
+        job.news.set()
 
 
 def dispatch_of(jobs: Sequence[Job], took_ms: float) -> Dispatch | None:

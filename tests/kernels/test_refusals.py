@@ -344,7 +344,6 @@ NO_STARTS = each(
     ),
 )
 OF_DOCUMENTS = "queries must be; keys and values; starts must be; start must be its own; another shape"
-SEEDS, KEYS = {"seed": zeros(2, dtype=U32), "drawn": ONE}, zeros(4, dtype=U32)
 CALLS |= {
     "load_chunks": Call(
         "load_chunks", {f"new {name}": name for name in STACKS}, FOUND | STACKS, None,
@@ -377,14 +376,11 @@ CALLS |= {
         "largest", {"y": zeros(4, dtype=I32)}, {"x": X}, None, {}, "one int32 for each row; rows must be",
         "x less 1",
     ),
-    "random_bits": Call(
-        "random_bits", {"y": KEYS}, SEEDS, None, {}, "two uint32 each; as many for each seed",
-        "drawn low, drawn high, y more 0",
-    ),
-    "kth_largest": Call(
-        "kth_largest", {"y": KEYS}, {"x": X, "k": zeros(2, dtype=I32)}, None, {},
-        "rows must be; k must be int32; not be negative; one uint32 for each row",
-        "x less 1, k less 0, k high",
+    "draw": Call(
+        "draw", {"y": zeros(4, dtype=I32)},
+        {"x": X, "floats": zeros(2, 3), "ints": zeros(2, 2, dtype=I32), "seed": zeros(2, 2, dtype=U32)}, None, {},
+        "rows must be; top_k and; temperature, top_p; seeds must be; one int32 for each row",
+        "x less 1, ints low, ints high",
     ),
     "unit_rows": Call(
         "unit_rows", {"y": X}, {"index": zeros(4, dtype=I32), "live": LIVE}, named("", *OUT),

@@ -1,4 +1,6 @@
-"""Tests the kernels that choose tokens: the largest, random bits and the k-th largest."""
+"""Tests the kernels that choose tokens: the largest, and one that is drawn."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -8,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxllm.kernels import native_attention
-from jaxllm.sampling import gumbel_noise, keep_top_k, largest, ordered_bits
-from tests.kernels.drawing import answers, compiled
+from jaxllm.sampling import choose, gumbel_noise, largest
+from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
+from tests.kernels.drawing import answers
 from tests.kernels.switching import fall_back, needs_native
-from tests.quick_jit import jit
 
 # Without subnormals: XLA takes them for zeros.
 SPECIAL = [np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 1e-37, 3e38]
@@ -47,67 +49,75 @@ def key_of(seed, drawn):
 SEEDS = [[0, 0], [1, 2], [0xFFFFFFFF, 0xFFFFFFFF], [0x80000000, 77]]
 
 
-@needs_native
-@pytest.mark.parametrize("shape", [(1,), (1, 37), (3, 1000), (1, 40_000)], ids=str)
-def test_random_bits_are_those_of_jax(shape):
-    given = [(np.array(seed, np.uint32), np.int32(drawn)) for seed in SEEDS for drawn in (0, 1, 2**31 - 1)]
-    run = compiled(lambda s, n: native_attention.random_bits(s, n, shape), *given[0])
-    wanted = jit(lambda s, n: jax.random.bits(key_of(s, n), shape, jnp.uint32))
-    for each in given:
-        expected = wanted(*each)
-        for kernels, got in run(*each).items():
-            np.testing.assert_array_equal(got, expected, err_msg=kernels)
-
-
 @pytest.mark.parametrize("seed", SEEDS, ids=str)
-def test_noise_is_that_of_jax(seed, monkeypatch):
-    """To the bit, with kernels and without."""
+def test_noise_is_that_of_jax(seed):
+    """To the bit."""
     seed, drawn, shape = np.array(seed, np.uint32), np.int32(3), (2, 5000)
-
-    def noise(seed, drawn):
-        return gumbel_noise(seed, drawn, shape)
-
     expected = np.asarray(jax.jit(lambda s, n: jax.random.gumbel(key_of(s, n), shape))(seed, drawn))
-    np.testing.assert_array_equal(jax.jit(noise)(seed, drawn), expected)
-    fall_back(monkeypatch)
-    np.testing.assert_array_equal(jax.jit(lambda s, n: noise(s, n))(seed, drawn), expected)
+    np.testing.assert_array_equal(jax.jit(lambda s, n: gumbel_noise(s, n, shape))(seed, drawn), expected)
+
+
+def options_of(shape, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=(1, 2), drawn=0):
+    state = sampler_state(Sampling(temperature=1.0), (), shape[1], 0)
+    return dataclasses.replace(
+        state, counts=np.zeros(shape, np.int32), temperature=np.float32(temperature), top_k=np.int32(top_k), top_p=np.float32(top_p),
+        min_p=np.float32(min_p), seed=np.array(seed, np.uint32), drawn=np.int32(drawn),
+    )  # fmt: skip
+
+
+def drawn_by(state):
+    floats = np.array([state.temperature, state.top_p, state.min_p])
+    ints = np.array([state.top_k, state.drawn])
+    return lambda x: native_attention.draw(x, floats, ints, state.seed)
 
 
 @needs_native
-@settings(max_examples=60)
+@settings(max_examples=80)
 @given(st.data())
-def test_the_kth_largest_is_that_of_a_sort(data):
-    """Of any bits: subnormals, both zeros, infinities and NaN of either sign among them."""
-    rows, width = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 400))
-    draw = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
-    bits = draw.integers(0, 2**32, (rows, width), dtype=np.uint32)
-    x = bits.view(np.float32)
-    special = draw.random((rows, width)) < 0.2
-    x[special] = draw.choice(np.array(SPECIAL, np.float32), int(special.sum()))
-    k = data.draw(st.integers(0, width + 2))
-    keys = np.where(x.view(np.uint32) >> 31 == 1, ~x.view(np.uint32), x.view(np.uint32) | 0x80000000)
-    keys = np.sort(keys, axis=-1)[:, ::-1]
-    expected = keys[:, k - 1] if 0 < k <= width else np.full(rows, 0xFFFFFFFF if k == 0 else 0)
-    for kernels, got in answers(native_attention.kth_largest, x, np.int32(k)).items():
+def test_tokens_are_drawn_as_without_kernels(data):
+    """With any filters, from flat and from peaked logits with equal and forbidden ones among them."""
+    rows, width = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 15, 300, 5000]))
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1)))
+    x = random.normal(size=(rows, width)).astype(np.float32) * data.draw(st.sampled_from([0.0, 0.1, 3, 30]))
+    # Zeros of one sign: the other one is less.
+    x = (np.round(x, 1) if data.draw(st.booleans()) else x) + np.float32(0)
+    x[:, 1:][random.random((rows, width - 1)) < data.draw(st.sampled_from([0.0, 0.5]))] = -np.inf
+    state = options_of(
+        x.shape, temperature=data.draw(st.sampled_from([1e-6, 0.3, 1.0, 2.0])),
+        top_k=data.draw(st.sampled_from([0, 1, 5, 40, 400, width])),
+        top_p=data.draw(st.sampled_from([1.0, 1e-6, 0.37, 0.93])),
+        min_p=data.draw(st.sampled_from([0.0, 0.053, 1.0])),
+        seed=random.integers(0, 2**32, 2, dtype=np.uint32), drawn=data.draw(st.integers(0, 2**31 - 1)),
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        fall_back(patch)
+        expected = np.asarray(jax.jit(lambda x: choose(x, state))(x))
+    for kernels, got in answers(drawn_by(state), x).items():
         np.testing.assert_array_equal(got, expected, err_msg=kernels)
 
 
 @needs_native
-def test_the_kth_largest_of_a_vocabulary():
-    """More numbers than are counted at once, and equal ones."""
-    draw = np.random.default_rng(0)
-    x = np.round(draw.normal(size=(2, 200_000)), 3).astype(np.float32)
-    for k in (1, 40, 65_537, 200_000):
-        expected = ordered_bits(jnp.asarray(-np.sort(-x, axis=-1)[:, k - 1]))
-        for got in answers(native_attention.kth_largest, x, np.int32(k)).values():
-            np.testing.assert_array_equal((got ^ np.uint32(1 << 31)).view(np.int32), expected)
+@pytest.mark.parametrize("wrong", [np.nan, -np.nan, np.inf])
+def test_no_token_is_drawn_from_what_is_not_finite(wrong):
+    x = np.random.default_rng(0).normal(size=(3, 700)).astype(np.float32)
+    x[1, 333], x[2] = wrong, -np.inf
+    for got in answers(drawn_by(options_of(x.shape, top_p=0.9)), x).values():
+        assert got[0] >= 0 and (got[1:] == NO_TOKEN).all()
 
 
-def test_top_k_keeps_the_same_without_kernels(monkeypatch):
-    x = np.round(np.random.default_rng(0).normal(size=(3, 999)), 1).astype(np.float32)
-    for k in (1, 7, 500, 999):
-        with monkeypatch.context() as patch:
-            got = jax.jit(lambda x, k: keep_top_k(x, k))(x, np.int32(k))
-            fall_back(patch)
-            np.testing.assert_array_equal(jax.jit(lambda x, k: keep_top_k(x, k))(x, np.int32(k)), got)
-        assert np.isfinite(got).sum(axis=-1).min() >= k
+@needs_native
+def test_tokens_are_drawn_by_their_probabilities():
+    """Those that are kept, by a test of goodness of fit."""
+    logits = np.log(np.array([[0.4, 0.3, 0.15, 0.1, 0.05]], np.float32))
+
+    def run(n, state):
+        return choose(jnp.asarray(logits), dataclasses.replace(state, drawn=n))
+
+    for options, kept in (({}, 5), ({"top_p": 0.8}, 3), ({"top_k": 2}, 2)):
+        state = options_of(logits.shape, **options)
+        count = np.bincount(
+            np.asarray(jax.vmap(run, (0, None))(jnp.arange(20_000), state)).ravel(), minlength=5
+        )
+        share = np.exp(logits[0, :kept]) / np.exp(logits[0, :kept]).sum()
+        assert not count[kept:].any()
+        assert ((count[:kept] - 20_000 * share) ** 2 / (20_000 * share)).sum() < 25

@@ -199,6 +199,12 @@ struct Chunk {
 
 enum Activation { kSilu, kGelu, kGeluTanh, kRelu };
 
+// Options of sampling (see jaxllm.sampling): a top_k of 0, a top_p of 1 and a min_p of 0 keep all tokens.
+struct Draw {
+  float temperature, top_p, min_p;
+  int32_t top_k;
+};
+
 struct Backend {
   const char* name;
   // x [length of all inputs] -> one row of Activations. `scale`, the sums and `outliers`, which may be null,
@@ -246,10 +252,9 @@ struct Backend {
   void (*unit_row)(const Matrix&, size_t row, float* out);
   // The first index of the largest number, or of the first NaN.
   int32_t (*largest)(const float* x, size_t count);
-  // y [count] = random bits of the indices from `first` on.
-  void (*random_bits)(const uint32_t* key, uint64_t first, size_t count, uint32_t* y);
-  // The k-th largest number as a key in the order of the floats; 0 where there are fewer.
-  uint32_t (*kth_largest)(const float* x, size_t count, size_t k);
+  // See sampling.inl.
+  int32_t (*draw)(const float* x, size_t count, const Draw& how, const uint32_t* key, uint64_t first,
+                  uint32_t* keys, float* weights);
   int64_t (*read)(const void* data, size_t bytes);
   // Other threads see its rows after `stream_fence`, which takes as long as many rows.
   void (*load_chunk)(const Chunk&, float* scratch);

@@ -2,6 +2,9 @@
 //
 // Only functions without linkage here, and no C++ library: a template instantiated with one instruction
 // set and picked by the linker for all would stop older processors.
+#include <float.h>
+#include <math.h>
+
 #include "backend.h"
 #include "sampling.h"
 
@@ -47,11 +50,10 @@ int64_t read_words(const void* data, size_t bytes) {
 }
 
 constexpr Backend table(const char* name) {
-  return Backend{name,       quantize,   rms_norm,     row_panels,      row_span,
-                 join_spans, tile,       tile_int32,   low_sums,        add_low,
-                 floats_of,  activate,   attend,       attend_tree,     add_mass,
-                 store_row,  unit_row,   largest,      random_bits,     kth_largest,
-                 read_words, load_chunk, stream_fence, attend_document, attend_document_back};
+  return Backend{name,   quantize,    rms_norm,   row_panels,   row_span,        join_spans,
+                 tile,   tile_int32,  low_sums,   add_low,      floats_of,       activate,
+                 attend, attend_tree, add_mass,   store_row,    unit_row,        largest,
+                 draw,   read_words,  load_chunk, stream_fence, attend_document, attend_document_back};
 }
 
 }  // namespace

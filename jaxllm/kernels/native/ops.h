@@ -132,12 +132,10 @@ Failure integer_product(const int8_t* x, size_t rows, const Units& weight, size_
 void unit_rows(const int32_t* index, size_t count, const Units& weight, size_t outputs, float* y);
 // y [rows] = where each row of x [rows][width] is largest first; a NaN is larger than any number.
 void largest(const float* x, size_t rows, size_t width, int32_t* y);
-// y [count] = random bits, those of `jax.random.bits` with the key of a seed [2] into which `drawn` is
-// folded.
-void random_bits(const uint32_t* seed, uint32_t drawn, size_t count, uint32_t* y);
-// y [rows] = the k-th largest number of each row of x [rows][width], as a key whose order is that of the
-// floats; 0 for a row that has fewer. One k [rows / each] is for `each` rows.
-void kth_largest(const float* x, size_t rows, size_t width, const int32_t* k, size_t each, uint32_t* y);
+// y [rows] = a token of each row of logits x [rows][width]: the largest after filters and noise, of equals
+// the first, as `jaxllm.sampling` has them; -1 for a row whose largest is not finite.
+void draw(const float* x, size_t rows, size_t width, const Draw& how, const uint32_t* seed, uint32_t drawn,
+          int32_t* y);
 
 struct AttentionShape {
   size_t batch, tokens, kv_heads, group, width, capacity;

@@ -24,7 +24,7 @@ from jaxllm.serving.server.api.errors import ApiError, api_error
 from jaxllm.serving.server.api.fields import Extensions, LogitBias, SamplingFields
 from jaxllm.serving.server.api.grammars import own_grammar
 from jaxllm.serving.server.api.reasoning import Reasoning, Switch, reasoning_of
-from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Streamed
+from jaxllm.serving.server.api.requests import ApiRequest, ApiState, Filler, Streamed
 from jaxllm.serving.server.api.tool_use import ToolUse
 from jaxllm.serving.server.calls import Call, CallPrompt, Conversation, ModelFacts
 from jaxllm.serving.server.limits import objective_from
@@ -63,10 +63,12 @@ class Answer:
           check: says what an ended answer breaks of its schemas; runs in a thread.
         """
         self._state, self._prompts, self._progress, self._check = state, prompts, progress, check
+        self._news, self._comments = asyncio.Event(), 0
         self.choices: list[Choice] = []
         try:
             for index, call in enumerate(calls):
                 job = state.backend.submit(call)
+                job.news = self._news
                 self.choices.append(Choice(index, job, scanner and scanner(), thinks=thinks, notes=notes))
         except BaseException:
             self.close()
@@ -79,24 +81,24 @@ class Answer:
                 choice.job.cancel()
 
     async def news(self) -> AsyncGenerator[Choice, None]:
-        """Yields the choice of each event in the order of arrival; closes the answer at the end."""
-        merged = _merged([self._news_of(choice) for choice in self.choices])
+        """Yields the choice of each event; closes the answer at the end."""
+        waiting = self.choices
         try:
-            async for choice in merged:
-                yield choice
+            while waiting:
+                self._news.clear()
+                for choice in waiting:
+                    while (event := choice.job.taken()) is not None:
+                        choice.take(event)
+                        if self._check is not None and choice.ended is not None:
+                            choice.unmet = await asyncio.to_thread(self._check, choice)
+                        yield choice
+                waiting = [each for each in waiting if each.ended is None and not each.job.cancelled]
+                if waiting:
+                    await self._news.wait()
             if any(choice.ended is None or choice.started is None for choice in self.choices):
                 raise ApiError("the answer ended before it was whole", status=500)
         finally:
             self.close()
-            await merged.aclose()
-
-    async def _news_of(self, choice: Choice) -> AsyncGenerator[Choice, None]:
-        """Yields a choice after each of its events; while it is checked, others go on."""
-        async for event in choice.job.events():
-            choice.take(event)
-            if self._check is not None and choice.ended is not None:
-                choice.unmet = await asyncio.to_thread(self._check, choice)
-            yield choice
 
     async def whole(self) -> list[Choice]:
         """Waits for the end of all answers."""
@@ -143,12 +145,10 @@ class Answer:
                 yield choice
 
         async def parts() -> AsyncGenerator[bytes, None]:
-            made = frames(all_news())
             try:
-                async with contextlib.aclosing(
-                    self._with_comments(made, progressed) if is_events else made
-                ) as all_:
-                    async for frame in all_:
+                async with contextlib.aclosing(frames(all_news())) as made:
+                    async for frame in made:
+                        self._comments = 0
                         yield frame
             except Exception as error:
                 yield failed(api_error(error))
@@ -158,40 +158,32 @@ class Answer:
             if end:
                 yield end
 
-        return Streamed(parts(), self.close, media_type, self._state.write_s)
+        filler = Filler(self._pause_s, self._filling(progressed)) if is_events else None
+        return Streamed(parts(), self.close, media_type, self._state.write_s, filler)
 
     @property
     def _pause_s(self) -> float:
         return min(self._state.keep_alive_s, self._state.progress_s if self._progress else math.inf)
 
-    async def _with_comments(
-        self, frames: AsyncGenerator[bytes, None], progressed: Callable[[Mapping[str, Any]], bytes] | None
-    ) -> AsyncGenerator[bytes, None]:
-        """Frames, and what is sent while none come: the progress of the prompt where it was asked for, and
+    def _filling(
+        self, progressed: Callable[[Mapping[str, Any]], bytes] | None
+    ) -> Callable[[float], bytes | None]:
+        """Makes what is sent while no frames come: the progress of the prompt where it was asked for, and
         comments, not for ever."""
-        told, comments, following = None, 0, None
-        try:
-            while True:
-                following, quiet_s = asyncio.ensure_future(anext(frames, None)), 0.0
-                while not (await asyncio.wait((following,), timeout=self._pause_s))[0]:
-                    quiet_s += self._pause_s
-                    progress = self.choices[0].job.progress if self._progress else None
-                    if progress not in (None, told):
-                        told, quiet_s = progress, 0.0
-                        comment = b": prompt_progress " + msgspec.json.encode(progress) + b"\n\n"
-                        yield progressed(progress) if progressed else comment
-                    elif quiet_s >= self._state.keep_alive_s and comments < self._state.keep_alives:
-                        comments, quiet_s = comments + 1, 0.0
-                        yield _KEEP_ALIVE
-                frame, comments = following.result(), 0
-                if frame is None:
-                    return
-                yield frame
-        finally:
-            if following is not None:
-                following.cancel()
-                await asyncio.gather(following, return_exceptions=True)
-            await frames.aclose()
+        told = None
+
+        def filling(quiet_s: float) -> bytes | None:
+            nonlocal told
+            progress = self.choices[0].job.progress if self._progress else None
+            if progress not in (None, told):
+                told = progress
+                return progressed(progress) if progressed else _progress_comment(progress)
+            if quiet_s < self._state.keep_alive_s or self._comments >= self._state.keep_alives:
+                return None
+            self._comments += 1
+            return _KEEP_ALIVE
+
+        return filling
 
     def usage(self) -> tuple[int, int, int]:
         """Number of tokens of the prompts, cached tokens of these, and tokens of the answers so far."""
@@ -223,25 +215,8 @@ async def _ended(first: asyncio.Future[Choice], news: AsyncGenerator[Choice, Non
     await news.aclose()
 
 
-async def _merged(streams: Sequence[AsyncIterator[Choice]]) -> AsyncGenerator[Choice, None]:
-    def following(index: int) -> asyncio.Future[Choice | None]:
-        return asyncio.ensure_future(anext(streams[index], None))
-
-    waiting = {following(index): index for index in range(len(streams))}
-    done: set[asyncio.Future[Choice | None]] = set()
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=waiting.__getitem__):
-                index, choice = waiting.pop(task), task.result()
-                if choice is not None:
-                    yield choice
-                    waiting[following(index)] = index
-    finally:
-        left = {*waiting, *done}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
+def _progress_comment(progress: Any) -> bytes:
+    return b": prompt_progress " + msgspec.json.encode(progress) + b"\n\n"
 
 
 _MAX_STOPS, _MAX_STOP_CHARACTERS, _MOST_NAMED = 16, 256, 8

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from jaxllm.serving.contexts.encryption import Vault
 from jaxllm.serving.images.prompt import IMAGES, split_images
@@ -287,14 +287,33 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         await asyncio.gather(task, left, return_exceptions=True)
 
 
+@dataclasses.dataclass(frozen=True)
+class Filler:
+    """What a stream sends while its parts do not come.
+
+    Attributes:
+      pause_s: time in seconds between two looks.
+      part: makes it from the time in seconds since the last part; None for nothing now.
+    """
+
+    pause_s: float
+    part: Callable[[float], bytes | None]
+
+
 class Streamed(Response):
     """A response in parts, which is closed however the connection ends."""
 
     def __init__(
-        self, frames: AsyncGenerator[bytes, None], close: Callable[[], None], media_type: str, write_s: float
+        self,
+        frames: AsyncGenerator[bytes, None],
+        close: Callable[[], None],
+        media_type: str,
+        write_s: float,
+        filler: Filler | None = None,
     ) -> None:
         # Closing a generator that has not begun runs none of it: `close` ends the calls.
-        self._frames, self._close, self._write_s = frames, close, write_s
+        self._frames, self._close, self._write_s, self._filler = frames, close, write_s, filler
+        self._sent_s = 0.0
         self.status_code, self.background = 200, None
         self.media_type = media_type
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
@@ -310,9 +329,28 @@ class Streamed(Response):
 
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        await asyncio.wait_for(send(start), self._write_s)
-        async for frame in self._frames:
-            part = {"type": "http.response.body", "body": frame, "more_body": True}
-            # A client that reads nothing for so long is disconnected; only one part waits for it.
-            await asyncio.wait_for(send(part), self._write_s)
-        await asyncio.wait_for(send({"type": "http.response.body", "body": b""}), self._write_s)
+        await self._put(send, start)
+        filling = asyncio.ensure_future(self._fill(send, self._filler)) if self._filler else None
+        try:
+            async for frame in self._frames:
+                await self._put(send, {"type": "http.response.body", "body": frame, "more_body": True})
+        finally:
+            if filling is not None:
+                filling.cancel()
+                await asyncio.gather(filling, return_exceptions=True)
+        await self._put(send, {"type": "http.response.body", "body": b""})
+
+    async def _fill(self, send: Send, filler: Filler) -> None:
+        now_s = self._sent_s
+        while True:
+            await asyncio.sleep(max(0.0, max(now_s, self._sent_s) + filler.pause_s - time.monotonic()))
+            now_s = time.monotonic()
+            quiet_s = now_s - self._sent_s
+            if quiet_s >= filler.pause_s and (part := filler.part(quiet_s)) is not None:
+                await self._put(send, {"type": "http.response.body", "body": part, "more_body": True})
+
+    async def _put(self, send: Send, message: Message) -> None:
+        # A client that reads nothing for so long is disconnected; only one part waits for it.
+        async with asyncio.timeout(self._write_s):
+            await send(message)
+        self._sent_s = time.monotonic()
