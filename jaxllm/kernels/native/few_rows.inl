@@ -133,13 +133,11 @@ void few_spans(const Matrix& m, const Activations& a, size_t span, size_t from, 
     if (rows != Rows) return few_spans<Bits, How, Rows - 1>(m, a, span, from, rows, panel, panels, out);
   }
   size_t p = 0;
-  // Panels that follow each other in memory are read together, as many as registers hold the sums of.
+  // As many as registers hold the sums of, so that an input is loaded once for them.
   constexpr int together = kSumsTogether / Rows < kTaskPanels ? kSumsTogether / Rows : kTaskPanels;
   if constexpr (together > 1) {
-    if (m.block_stride > m.panel_stride) {
-      for (; p + together <= panels; p += together)
-        few_span<Bits, How, Rows, together>(m, a, span, from, panel + p, out + p * kPanel);
-    }
+    for (; p + together <= panels; p += together)
+      few_span<Bits, How, Rows, together>(m, a, span, from, panel + p, out + p * kPanel);
   }
   for (; p < panels; p++) few_span<Bits, How, Rows, 1>(m, a, span, from, panel + p, out + p * kPanel);
 }
@@ -148,9 +146,10 @@ void few_spans(const Matrix& m, const Activations& a, size_t span, size_t from, 
 template <int Bits, Scaling How>
 void few_rows_of(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
                  float* out) {
-  const bool apart = m.block_stride <= m.panel_stride;  // panels, in memory
-  const size_t width = apart ? 1 : panels;
-  for (size_t p = 0; p < panels; p += width) {
+  // Of panels that lie apart in memory two are read at once.
+  const size_t most = m.block_stride <= m.panel_stride ? 2 : panels;
+  for (size_t p = 0; p < panels; p += most) {
+    const size_t width = panels - p < most ? panels - p : most;
     for (size_t span = 0; span < m.inputs.all_spans(); span++) {
       for (size_t row = from; row < to; row += kRowsTogether) {
         const size_t rows = to - row < kRowsTogether ? to - row : kRowsTogether;
