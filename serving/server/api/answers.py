@@ -81,24 +81,33 @@ class Answer:
                 choice.job.cancel()
 
     async def news(self) -> AsyncGenerator[Choice, None]:
-        """Yields the choice of each event; closes the answer at the end."""
-        waiting = self.choices
+        """Yields the choice of each event; closes the answer at the end. While an ended choice is checked,
+        others go on."""
+        waiting, checks = self.choices, dict[Choice, asyncio.Future[str]]()
         try:
-            while waiting:
+            while waiting or checks:
                 self._news.clear()
                 for choice in waiting:
-                    while (event := choice.job.taken()) is not None:
+                    while choice.ended is None and (event := choice.job.taken()) is not None:
                         choice.take(event)
-                        if self._check is not None and choice.ended is not None:
-                            choice.unmet = await asyncio.to_thread(self._check, choice)
-                        yield choice
+                        if self._check is None or choice.ended is None:
+                            yield choice
+                        else:
+                            check = asyncio.ensure_future(asyncio.to_thread(self._check, choice))
+                            check.add_done_callback(lambda _: self._news.set())
+                            checks[choice] = check
+                for choice in [choice for choice, check in checks.items() if check.done()]:
+                    choice.unmet = checks.pop(choice).result()
+                    yield choice
                 waiting = [each for each in waiting if each.ended is None and not each.job.cancelled]
-                if waiting:
+                if waiting or checks:
                     await self._news.wait()
             if any(choice.ended is None or choice.started is None for choice in self.choices):
                 raise ApiError("the answer ended before it was whole", status=500)
         finally:
             self.close()
+            for check in checks.values():
+                check.cancel()
 
     async def whole(self) -> list[Choice]:
         """Waits for the end of all answers."""

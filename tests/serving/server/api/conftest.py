@@ -1,6 +1,7 @@
 """Serves the front on a Unix socket, in a thread, with uvicorn, over a scripted backend in memory."""
 
 import asyncio
+import collections
 import dataclasses
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -25,17 +26,49 @@ from tests.serving.server.api.scripted import answer_format, patched
 from tests.serving.server.services import running
 
 
-class FakeTicket:
+class FedTicket:
+    """What a reader sees of a job, whose events a generator gives."""
+
+    def __init__(self) -> None:
+        self.news, self.cancelled = asyncio.Event(), False
+        self._events: collections.deque[Any] = collections.deque()
+        self._feeding: asyncio.Future[None] | None = None
+
+    def taken(self) -> Any:
+        if self._feeding is None:
+            self._feeding = asyncio.ensure_future(self._feed())
+        if not self._events:
+            return None
+        if isinstance(event := self._events.popleft(), Exception):
+            raise event
+        return event
+
+    async def _feed(self) -> None:
+        try:
+            async for event in self.events():
+                self._events.append(event)
+                self.news.set()
+        except Exception as error:
+            self._events.append(error)
+            self.news.set()
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        if self._feeding is not None:
+            self._feeding.cancel()
+
+    def events(self) -> AsyncIterator[Any]:
+        raise NotImplementedError
+
+
+class FakeTicket(FedTicket):
     """Gives its pieces, or waits for ever where it is told to."""
 
     def __init__(self, backend: "FakeBackend", call: Call) -> None:
+        super().__init__()
         self._backend, self.call = backend, call
-        self.cancelled = asyncio.Event()
         self.answers_s: list[float] = []
         self.progress, self.arrived_s = backend.progress, -1.0
-
-    def cancel(self) -> None:
-        self.cancelled.set()
 
     def saw_answer(self, at_s: float) -> None:
         self.answers_s.append(at_s)

@@ -26,7 +26,7 @@ from jaxllm.serving.server.api.app import _ROUTES
 from jaxllm.serving.server.api.requests import ApiState
 from jaxllm.serving.server.calls import ContextBusy, Refused
 from jaxllm.serving.server.pages import POLICY
-from tests.serving.server.api.conftest import FakeBackend, Served
+from tests.serving.server.api.conftest import FakeBackend, FedTicket, Served
 from tests.serving.server.services import until
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -220,7 +220,7 @@ def test_a_client_that_leaves_ends_its_call(served: Served, hangs_at: str, strea
         until(lambda: served.backend.tickets)
         if hangs_at == "decode" and stream == b"true":
             assert client.recv(100)
-    until(lambda: served.backend.tickets[0].cancelled.is_set())
+    until(lambda: served.backend.tickets[0].cancelled)
 
 
 def test_a_slow_body_is_let_go(served: Served) -> None:
@@ -257,10 +257,11 @@ def test_a_check_after_an_answer_delays_no_other_one() -> None:
     """Of two answers of a request the first to end is checked until the second one has ended."""
     other_ended, news = threading.Event(), []
 
-    class Scripted:
+    class Scripted(FedTicket):
         """Stands for a choice with its job."""
 
         def __init__(self, name: str, events: int) -> None:
+            super().__init__()
             self.name, self.left, self.job = name, events, self
             self.ended = self.unmet = self.started = None
 
@@ -282,6 +283,7 @@ def test_a_check_after_an_answer_delays_no_other_one() -> None:
     async def read() -> None:
         answer: Any = object.__new__(Answer)
         answer._check, answer.choices = check, [Scripted("short", 1), Scripted("long", 5)]
+        answer._news = answer.choices[0].news = answer.choices[1].news = asyncio.Event()
         async for choice in answer.news():
             news.append((choice.name, choice.unmet))
             if choice.ended and choice.name == "long":
