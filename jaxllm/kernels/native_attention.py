@@ -105,6 +105,50 @@ def attention(
     return out, keys, values, None if mass is None else seen, None if coded_mass is None else coded_seen
 
 
+def row_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    rotary: tuple[jax.Array, jax.Array] | None,
+    caches: Sequence[tuple[jax.Array, jax.Array]],
+    positions: jax.Array,
+    written: jax.Array,
+    *,
+    slot: jax.Array | np.integer | None = None,
+    scale: float,
+    softcap: float = 0.0,
+    window: int = 0,
+    heads: jax.Array | None = None,
+    sink_logits: jax.Array | None = None,
+) -> tuple[jax.Array, tuple[tuple[jax.Array, jax.Array], ...]]:
+    """`attention` of one token of each of R sequences, all in one call; each comes out as alone.
+
+    Args:
+      q: queries `[R, 1, K, G, H]` float32.
+      k, v: new keys and values `[R, 1, K, H]` float32.
+      rotary: cos and sin `[R, rotary]`, or None.
+      caches: keys and values of each sequence, of batch 1 and any length; updated in place.
+      positions: `[R]` int32, also the rows of the caches.
+      written: `[R]` int32, 0 for a sequence that is left out: its cache stays, and its outputs are zeros.
+      slot, scale, softcap, window, sink_logits: see `attention`.
+      heads: `[R]` int32, number of used kv heads of each; None for all.
+
+    Returns:
+      Outputs `[R, 1, K, G, H]` float32, and the caches.
+    """
+    flat = [rows for cache in caches for rows in cache]
+    results = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (q[:, 0], *flat)]
+    aliases = {10 + place: 1 + place for place in range(len(flat))}
+    cos, sin = (None, None) if rotary is None else rotary
+    kernel = jax.ffi.ffi_call(target("row_attention"), results, input_output_aliases=aliases)
+    out, *kept = kernel(
+        q[:, 0], k[:, 0], v[:, 0], optional(cos), optional(sin), positions, written, count_operand(slot),
+        count_operand(heads), optional(sink_logits), *flat,
+        scale=np.float32(scale), softcap=np.float32(softcap), window=np.int64(window),
+    )  # fmt: skip
+    return out[:, None], tuple(zip(kept[::2], kept[1::2], strict=True))
+
+
 def load_chunks(
     caches: Sequence[tuple[jax.Array, jax.Array]],
     stacks: Sequence[int],

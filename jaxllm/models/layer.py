@@ -1,7 +1,7 @@
 """Computes one layer: attention to a cache, a source or documents, then feed-forward block or experts."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -10,7 +10,8 @@ import numpy as np
 
 from jaxllm.axes import Axes
 from jaxllm.config import ModelConfig, RopeConfig
-from jaxllm.kernels.native_call import UsedUnits
+from jaxllm.kernels.native_attention import row_attention
+from jaxllm.kernels.native_call import UsedUnits, value
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.models.layer_stack import LayerParams
 from jaxllm.nn.layers import (
@@ -218,6 +219,44 @@ def attend_cache(
     options = attention_options(cfg, window, new, bias)
     out, past, mass = cached_attention(new, rotary, past, mask, at, mass, options=options, used=used)
     return out, (past, mass)
+
+
+def attend_rows(
+    new: Heads,
+    used: UsedUnits | None,
+    rotary: Mapping[RopeConfig | None, CosSin],
+    past: Sequence[Past],
+    positions: jax.Array,
+    written: jax.Array,
+    *,
+    cfg: ModelConfig,
+    layer: int,
+) -> tuple[jax.Array, list[Past]]:
+    """Attention of one new token of each of B sequences over its own cache (see `attend_cache`), in one call
+    of a native kernel.
+
+    Args:
+      rotary: cos and sin `[B, R]` at `positions`, by rotary embedding.
+      positions: `[B]` int32, of the new tokens, also in the caches.
+      written: `[B]` int32, 1 for sequences that run; of others the cache stays, and outputs are zeros.
+    """
+    rope, wide = cfg.layer_rope(layer), jnp.float32
+    new = grown(new, query_growth(positions[:, None], rope))
+    options = attention_options(cfg, cfg.attention_windows[layer], new)
+    heads = None if used is None else value(used.counts)[..., used.column]
+    if heads is not None:
+        heads = heads[1:] if heads.ndim else jnp.broadcast_to(heads, positions.shape)
+    out, caches = row_attention(
+        new.q.astype(wide), new.k.astype(wide), new.v.astype(wide), rotary.get(rope),
+        [(each.keys, each.values) for each in past], positions, written,
+        slot=past[0].slot, scale=options.scale, softcap=options.softcap, window=options.window, heads=heads,
+        sink_logits=options.sink_logits,
+    )  # fmt: skip
+    kept = [
+        dataclasses.replace(each, keys=keys, values=values)
+        for each, (keys, values) in zip(past, caches, strict=True)
+    ]
+    return out.astype(new.q.dtype), kept
 
 
 def attend_documents(

@@ -19,7 +19,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.kernels.native_call import PARAMETER, UsedUnits, of_rows, only_of_rows
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.models.decoder import embed_tokens, final_normed, logits
-from jaxllm.models.layer import Rows, attend_cache, rotary_by_rope, run_layer
+from jaxllm.models.layer import Rows, attend_cache, attend_rows, rotary_by_rope, run_layer
 from jaxllm.models.layer_stack import STACK, LayerStack, layer_of
 from jaxllm.models.parameters import Params, head_name
 from jaxllm.models.scanned_layers import over_layers
@@ -165,7 +165,8 @@ def _row_logits(
         TokenPositions(cache.length[None], write, consecutive=True)
         for cache, write in zip(caches, writes, strict=True)
     ]
-    rotaries = [rotary_by_rope(each.positions, cfg) for each in at]
+    positions = jnp.stack([cache.length for cache in caches])
+    rotary = rotary_by_rope(positions, cfg)
     # Products compute no row after the last running one.
     valid_rows = jnp.max(jnp.where(running, jnp.arange(1, count + 1, dtype=jnp.int32), 1))
     x = jnp.concatenate(
@@ -183,7 +184,11 @@ def _row_logits(
         def attend(
             new: Heads, used: UsedUnits | None
         ) -> tuple[jax.Array, list[tuple[Past, jax.Array | None]]]:
-            outs, kept = [], []
+            past = [cache.past(like, number) for cache in caches]
+            if all(each.coded is None for each in past) and all(cache.mass is None for cache in caches):
+                out, past = attend_rows(new, used, rotary, past, positions, writes, cfg=cfg, layer=like)
+                return only_of_rows(out, used, 2), [(each, None) for each in past]
+            outs, kept, order = [], [], rotary.get(cfg.layer_rope(like))
             for row, cache in enumerate(caches):
                 out, changed = attend_cache(
                     new.of_sequence(row),
@@ -191,9 +196,9 @@ def _row_logits(
                     cfg=cfg,
                     layer=like,
                     at=at[row],
-                    past=cache.past(like, number),
+                    past=past[row],
                     mass=cache.mass,
-                    order=rotaries[row].get(cfg.layer_rope(like)),
+                    order=order and (order[0][row : row + 1], order[1][row : row + 1]),
                 )
                 outs.append(out)
                 kept.append(changed)

@@ -344,6 +344,12 @@ NO_STARTS = each(
     ),
 )
 OF_DOCUMENTS = "queries must be; keys and values; starts must be; start must be its own; another shape"
+OWN = {f"cache {at}": zeros(1, 3, 16, 8) for at in range(4)}
+ROWS = {
+    "q": zeros(2, 3, 2, 8), "k": zeros(2, 3, 8), "v": zeros(2, 3, 8), "cos": zeros(2, 4), "sin": zeros(2, 4),
+    "positions": np.array([3, 0], I32), "written": np.array([1, 0], I32), "slot": zeros(0, dtype=I32),
+    "heads": np.array([2, 3], I32), "sinks": zeros(3, 2),
+}  # fmt: skip
 CALLS |= {
     "load_chunks": Call(
         "load_chunks", {f"new {name}": name for name in STACKS}, FOUND | STACKS, None,
@@ -362,6 +368,13 @@ CALLS |= {
             dict.fromkeys(STACKS, zeros(2, 1, 3, 16, 8, dtype=I32)),
         ],
         together=(("cache 0", "cache 1"), ("cache 2", "cache 3")),
+    ),
+    "row_attention": Call(
+        "row_attention", {"y": "q"} | {f"new {name}": name for name in OWN}, ROWS | OWN, None,
+        {"scale": F32(1), "softcap": F32(0), "window": I64(0)},
+        "queries must be; do not fit the queries; cosines and sines; positions, and; sink logits; another shape; "
+        "float32 or float16; cache is missing; cache does not fit; out of range",
+        f"heads none, sinks none, k flat, v flat, positions high, window 3, window {1 << 62}",
     ),
     "document_attention": Call(
         "document_attention", {"y": "q", "sums": LSE}, DOCUMENTS, None, {"scale": F32(1)}, OF_DOCUMENTS,

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <new>
+#include <vector>
 
 #include "ops.h"
 #include "pool.h"
@@ -21,11 +22,7 @@ constexpr size_t kTreeRows = 64;
 // Fewer new tokens than this are written by the caller alone.
 constexpr size_t kFewTokens = 8;
 
-struct Buffers {
-  const float *q, *k, *v, *cos, *sin;
-  char *keys, *values;
-  float* y;
-};
+using Buffers = AttentionBuffers;
 
 size_t row_bytes(const AttentionShape& s) { return s.width * (s.half ? 2 : 4); }
 // Heads that are used, one batch row's after the other's, and where each lies among all.
@@ -327,6 +324,41 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     }
   }
   return nullptr;
+}
+
+Failure attention_of_rows(const AttentionBuffers* each, const AttentionShape* shapes, size_t count) {
+  std::vector<Division> divisions;
+  std::vector<size_t> first{0};  // task of each row, and behind the last
+  for (size_t i = 0; i < count; i++) {
+    if (!write_new_rows(each[i], shapes[i])) return kNoMemory;
+    divisions.emplace_back(shapes[i], false);
+    first.push_back(first.back() + heads(shapes[i]));
+  }
+  std::atomic<bool> failed{false};
+  // A head's cuts are one task's, and joined in the order in which `attention` joins them.
+  parallel(first.back(), [&](size_t task) {
+    const size_t i =
+        static_cast<size_t>(std::upper_bound(first.begin(), first.end(), task) - first.begin()) - 1;
+    const AttentionShape& s = shapes[i];
+    const Division& d = divisions[i];
+    const Attention a = head_of(each[i], s, task - first[i]);
+    const size_t scratch = attention_scratch(d.most_rows, s.width) * sizeof(float);
+    float* work = static_cast<float*>(thread_scratch(kTaskWork, scratch));
+    float* parts = static_cast<float*>(thread_scratch(kTaskOut, d.cuts * d.part_floats() * sizeof(float)));
+    if (!work || !parts) {
+      failed = true;
+      return;
+    }
+    AttentionTile t{};
+    for (size_t cut = 0; cut < d.cuts; cut++) {
+      t = d.tile(s, 0, cut);
+      t.scratch = work;
+      d.lay_out(t, parts + cut * d.part_floats());
+      backend().attend(a, t);
+    }
+    join(a, s, t, d, parts);
+  });
+  return failed ? kNoMemory : nullptr;
 }
 
 }  // namespace jaxllm

@@ -1,5 +1,6 @@
 // Attention as XLA calls it.
 #include <algorithm>
+#include <vector>
 
 #include "chunk_tables.h"
 #include "ffi_checks.h"
@@ -169,6 +170,95 @@ Error attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBu
                           y->reinterpret_data<float>(), attended));
 }
 
+// For one token of each of R sequences: q [R, K, G, H], new k and v [R, K, H], cos and sin [R, rotary],
+// positions [R], written [R] 0 or 1, slot [] among the layers of stacked caches or nothing, used heads [R] or
+// nothing, sink logits [K, G] or nothing, then each one's keys and values, [1, K, S, H] or [n, 1, K, S, H] ->
+// y like q, with zeros for sequences that are not written, and the caches, in place.
+Error row_attention_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, AnyBuffer cos, AnyBuffer sin,
+                         AnyBuffer positions, AnyBuffer written, AnyBuffer slot, AnyBuffer heads,
+                         AnyBuffer sink_logits, ffi::RemainingArgs caches, ffi::Result<AnyBuffer> y,
+                         ffi::RemainingRets results, float scale, float softcap, int64_t window) {
+  const Timer timer;
+  const auto is_float = [](const AnyBuffer& each) { return each.element_type() == ffi::DataType::F32; };
+  if (rank(q) != 4 || !is_float(q) || !is_float(k) || !is_float(v) || q.element_count() == 0 || window < 0)
+    return wrong("queries must be float32 [R, K, G, H], new keys and values [R, K, H]");
+  const size_t count = dim(q, 0), kv_heads = dim(q, 1), group = dim(q, 2), width = dim(q, 3);
+  const size_t fresh = count * kv_heads * width, rotary = cos.element_count() / count;
+  if (k.element_count() != fresh || v.element_count() != fresh)
+    return wrong("new keys and values do not fit the queries");
+  if (!is_float(cos) || !is_float(sin) || cos.element_count() != rotary * count ||
+      sin.element_count() != cos.element_count() || 2 * rotary > width) {
+    return wrong("cosines and sines must be float32 [R, rotary], at most half the head");
+  }
+  const auto ints = [](const AnyBuffer& each) { return each.reinterpret_data<int32_t>(); };
+  const auto is_int = [](const AnyBuffer& each, size_t length) {
+    return each.element_type() == ffi::DataType::S32 && each.element_count() == length;
+  };
+  if (!is_int(positions, count) || !is_int(written, count))
+    return wrong("positions, and which are written, must be int32 [R]");
+  const size_t sinks = sink_logits.element_count();
+  if (!is_float(sink_logits) || (sinks && sinks != kv_heads * group))
+    return wrong("sink logits must be float32 [K, G]");
+  if (!is_float(*y) || y->element_count() != q.element_count()) return wrong("the result has another shape");
+  if (caches.size() != 2 * count || results.size() != caches.size())
+    return wrong("each sequence needs keys and values, and as many results");
+  const size_t stacked = slot.element_count() != 0;
+  if (stacked && !is_int(slot, 1)) return wrong("a slot must be one int32");
+  const auto type = caches.get<AnyBuffer>(0)->element_type();
+  if (type != ffi::DataType::F32 && type != ffi::DataType::F16)
+    return wrong("a cache must be float32 or float16");
+  std::vector<AttentionBuffers> all;
+  std::vector<AttentionShape> shapes;
+  float* out = y->reinterpret_data<float>();
+  const size_t of_one = kv_heads * group * width;
+  for (size_t i = 0; i < count; i++) {
+    char* memory[2];
+    size_t capacity = 0;
+    for (size_t j = 0; j < 2; j++) {
+      auto cache = caches.get<AnyBuffer>(2 * i + j);
+      auto replaced = results.get<AnyBuffer>(2 * i + j);
+      if (!cache || !replaced || (*replaced)->size_bytes() != cache->size_bytes())
+        return wrong("a cache is missing");
+      const size_t layers = stacked && rank(*cache) == 5 ? dim(*cache, 0) : 1;
+      if (rank(*cache) != 4 + stacked || cache->element_type() != type || dim(*cache, stacked) != 1 ||
+          dim(*cache, stacked + 1) != kv_heads || dim(*cache, stacked + 3) != width ||
+          (j && dim(*cache, stacked + 2) != capacity) || cache->element_count() == 0) {
+        return wrong("the cache does not fit the queries");
+      }
+      capacity = dim(*cache, stacked + 2);
+      const int32_t layer = stacked ? *ints(slot) : 0;
+      if (layer < 0 || static_cast<size_t>(layer) >= layers) return wrong("a cache has no such layer");
+      memory[j] = static_cast<char*>(in_place(*cache, *replaced)) +
+                  cache->size_bytes() / layers * static_cast<size_t>(layer);
+    }
+    size_t used;
+    if (!read_count(array_of(heads), static_cast<int64_t>(i), 0, kv_heads, used))
+      return wrong("a count is out of range");
+    const int32_t* at = ints(positions) + i;
+    const int32_t writes = ints(written)[i];
+    if (*at < 0 || writes < 0 || writes > 1)
+      return wrong("a position is out of range, or more than one is written");
+    if (!writes) {
+      std::fill(out + i * of_one, out + (i + 1) * of_one, 0.0f);
+      continue;
+    }
+    const size_t own = i * kv_heads * width;
+    all.push_back({q.reinterpret_data<float>() + i * of_one, k.reinterpret_data<float>() + own,
+                   v.reinterpret_data<float>() + own, cos.reinterpret_data<float>() + i * rotary,
+                   sin.reinterpret_data<float>() + i * rotary, memory[0], memory[1], out + i * of_one});
+    AttentionShape shape{1,     1,       kv_heads,
+                         group, width,   capacity,
+                         used,  rotary,  at,
+                         at,    1,       nullptr,
+                         0,     0,       static_cast<size_t>(window),
+                         scale, softcap, type == ffi::DataType::F16,
+                         false};
+    if (sinks) shape.sink_logits = sink_logits.reinterpret_data<float>();
+    shapes.push_back(shape);
+  }
+  return result(attention_of_rows(all.data(), shapes.data(), all.size()));
+}
+
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER(AttentionHandler, attention_call,
@@ -207,8 +297,28 @@ XLA_FFI_DEFINE_HANDLER(AttentionHandler, attention_call,
                            .Attr<int64_t>("heads_at")
                            .Attr<Columns>("columns"));
 
+XLA_FFI_DEFINE_HANDLER(RowAttention, row_attention_call,
+                       ffi::Ffi::Bind()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .Arg<AnyBuffer>()
+                           .RemainingArgs()
+                           .Ret<AnyBuffer>()
+                           .RemainingRets()
+                           .Attr<float>("scale")
+                           .Attr<float>("softcap")
+                           .Attr<int64_t>("window"));
+
 const Target kAttentionTargets[] = {
     {"jaxllm_attention", reinterpret_cast<void*>(+AttentionHandler)},
+    {"jaxllm_row_attention", reinterpret_cast<void*>(+RowAttention)},
     {nullptr, nullptr},
 };
 

@@ -176,6 +176,15 @@ struct AttentionShape {
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
                   void* key_cache, void* value_cache, const AttentionShape& shape, float* y, float* mass);
 
+struct AttentionBuffers {
+  const float *q, *k, *v, *cos, *sin;
+  char *keys, *values;
+  float* y;
+};
+// The same for one token of each of `count` sequences with caches of their own, without masses, trees and
+// chunks; each comes out as alone.
+Failure attention_of_rows(const AttentionBuffers* each, const AttentionShape* shapes, size_t count);
+
 // Chunks as bytes, and the caches of layers that they go to, [heads][capacity][width], halves or floats as
 // rows of 0 bits.
 struct ChunksShape : ChunkForm {
