@@ -373,7 +373,7 @@ CALLS |= {
         "row_attention", {"y": "q"} | {f"new {name}": name for name in OWN}, ROWS | OWN, None,
         {"scale": F32(1), "softcap": F32(0), "window": I64(0)},
         "queries must be; do not fit the queries; cosines and sines; positions, and; sink logits; another shape; "
-        "float32 or float16; cache is missing; cache does not fit; out of range",
+        "cache is missing; cache does not fit; out of range",
         f"heads none, sinks none, k flat, v flat, positions high, window 3, window {1 << 62}",
     ),
     "document_attention": Call(
