@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+# Pause between two questions for the server's health.
+_HEALTH_S = 0.05
 # The error of what was given up.
 NOT_ANSWERED = "not answered"
 
@@ -37,6 +39,7 @@ def send(job: Mapping[str, Any], *, alive: Callable[[], None] | None = None) -> 
       One outcome for each request that was sent: `number` of the request, `due_s`, `sent_s`, `first_s` and
       `last_s` (times of the first and the last text, None without text), `ended_s` (of the answer, or when
       it was given up), `tokens` of the answer, `cached_tokens` of the prompt (None where it reports none),
+      `health_ms` (times of GET /health after it was sent and before the next one),
       `status` (of HTTP; 0 where there is none), `error` (None for an answer that ended, `NOT_ANSWERED` for
       what was given up), and `jaxllm` (our object).
     """
@@ -88,7 +91,7 @@ class Sender:
         outcome = {
             "number": number, "due_s": due_s, "sent_s": self.now_s(), "first_s": None, "last_s": None,
             "ended_s": None, "tokens": 0, "cached_tokens": None, "status": 0, "error": NOT_ANSWERED,
-            "jaxllm": None,
+            "jaxllm": None, "health_ms": [],
         }  # fmt: skip
         self.outcomes.append(outcome)
         try:
@@ -99,6 +102,19 @@ class Sender:
             # Also where it is cancelled.
             outcome["ended_s"] = self.now_s()
         return outcome
+
+    async def watch(self) -> None:
+        """Asks for the server's health again and again, and notes how long each answer takes."""
+        while True:
+            await asyncio.sleep(_HEALTH_S)
+            if self.outcomes:
+                began_s = self.now_s()
+                try:
+                    await self._client.get("/health")
+                except Exception:
+                    # What it refuses is seen in the outcomes.
+                    continue
+                self.outcomes[-1]["health_ms"].append(1000 * (self.now_s() - began_s))
 
     async def _read(self, request: Mapping[str, Any], outcome: dict[str, Any]) -> None:
         async with self._client.stream(
@@ -196,10 +212,13 @@ async def run(job: Mapping[str, Any]) -> list[dict[str, Any]]:
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=job["url"], timeout=None, limits=limits) as client:
         sender = Sender(client, time.perf_counter())
+        watching = asyncio.ensure_future(sender.watch())
         if job.get("clients"):
             await closed_loop(sender, job["requests"], job["clients"], job["duration_s"], job["patience_s"])
         else:
             await open_loop(sender, job["requests"], job["patience_s"])
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
     return sender.outcomes
 
 

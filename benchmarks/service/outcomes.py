@@ -42,6 +42,8 @@ class Outcome:
       level: that answered, in percent; None for systems without levels.
       kept_tokens: of the prompt, by the plan; None for systems without plans.
       reused_tokens: of the prompt, from a cache; None where the system does not report it.
+      overhead_ms: per further token, above the time in the engine; None where the system does not report it.
+      health_ms: times of the server's answers to GET /health until the next request was sent.
     """
 
     app: int
@@ -58,6 +60,8 @@ class Outcome:
     level: int | None
     kept_tokens: int | None
     reused_tokens: int | None
+    overhead_ms: float | None = None
+    health_ms: Sequence[float] = ()
 
     @property
     def answered(self) -> bool:
@@ -90,6 +94,8 @@ def judged(raw: dict[str, Any], request: Request, limits_ms: Limits) -> Outcome:
     # Percentiles without those that never came would be the better, the fewer answers there are.
     waited_s = raw["ended_s"] if error == NOT_ANSWERED and first is None else first
     timed = whole or error == NOT_ANSWERED
+    tpot_ms = 1000 * (last - first) / (raw["tokens"] - 1) if whole and raw["tokens"] > 1 else 0.0
+    in_engine_ms = facts.get("engine_tpot_ms")
     return Outcome(
         app=request.app,
         due_s=raw["due_s"],
@@ -99,12 +105,14 @@ def judged(raw: dict[str, Any], request: Request, limits_ms: Limits) -> Outcome:
         prompt_tokens=len(request.prompt),
         tokens=raw["tokens"] if whole else 0,
         ttft_ms=1000 * (waited_s - raw["due_s"]) if timed else 0.0,
-        tpot_ms=1000 * (last - first) / (raw["tokens"] - 1) if whole and raw["tokens"] > 1 else 0.0,
+        tpot_ms=tpot_ms,
         end_s=last if whole else 0.0,
         limits_ms=limits_ms,
         level=facts.get("level"),
         kept_tokens=facts.get("kept_tokens"),
         reused_tokens=facts.get("reused_tokens", raw["cached_tokens"]),
+        overhead_ms=tpot_ms - in_engine_ms if in_engine_ms and tpot_ms else None,
+        health_ms=raw["health_ms"],
     )
 
 
@@ -176,6 +184,8 @@ def figures(windows: Sequence[Window]) -> Figures:
     times = {
         "ttft_ms": [each.ttft_ms for each in counted if each.ttft_ms],
         "tpot_ms": [each.tpot_ms for each in answered if each.tokens > 1],
+        "overhead_ms": [each.overhead_ms for each in answered if each.overhead_ms is not None],
+        "health_ms": [took for each in counted for took in each.health_ms],
     }
     percentiles = {
         (name, f"percentile {percent}"): float(np.percentile(values, percent))

@@ -105,7 +105,8 @@ def outcome(due_s=1.0, *, first_s: float | None = 1.1, last_s=2.1, tokens=11, li
     raw = {
         "number": 0, "due_s": due_s, "sent_s": due_s + 0.001, "first_s": first_s, "last_s": last_s,
         "ended_s": last_s, "tokens": tokens, "status": 200, "error": None,
-        "cached_tokens": None, "jaxllm": {"level": 60, "kept_tokens": 50, "reused_tokens": 25}, **more,
+        "cached_tokens": None, "health_ms": [2.0, 4.0],
+        "jaxllm": {"level": 60, "kept_tokens": 50, "reused_tokens": 25, "engine_tpot_ms": 99.9}, **more,
     }  # fmt: skip
     return judged(raw, REQUEST, limits)
 
@@ -143,6 +144,8 @@ def test_a_window_counts_what_was_due_in_it():
     # Half of the tokens of the first answer, and those of the second.
     assert found["decode_tokens_per_s", ""] == pytest.approx((5.5 + 11) / 5)
     assert found["ttft_ms", "percentile 50"] == pytest.approx((100 + 4000) / 2)
+    assert found["health_ms", "percentile 50"] == 3
+    assert figures([Window(1.0, 6.0, [outcome()])])["overhead_ms", "percentile 99"] == pytest.approx(0.1)
     assert (found["level", ""], found["kept", ""], found["reused", ""]) == (60, 0.5, 0.25)
     # A peer tells in the usage what its cache had.
     peer = figures([Window(1.0, 6.0, [outcome(jaxllm=None, cached_tokens=75)])])
@@ -283,6 +286,7 @@ def test_every_request_has_an_outcome(server):
     assert (whole["error"], whole["tokens"], whole["status"]) == (None, 12, 200)
     assert whole["cached_tokens"] == 1
     assert (whole["jaxllm"]["level"], whole["jaxllm"]["reused_tokens"]) == (50, 1)
+    assert sum(len(each["health_ms"]) for each in found) > 2
     assert 0.1 <= whole["due_s"] <= whole["sent_s"] < whole["first_s"] < whole["last_s"]
     assert (refused["status"], failed["status"]) == (429, 404)
     assert "no" in refused["error"]
