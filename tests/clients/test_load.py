@@ -1,11 +1,12 @@
-"""guidellm and locust, with answers of one length by `ignore_eos`, count the tokens that the load generator
-of `bench service` counts. How close their rates are is only asked with JAXLLM_LOAD_QUIET=1, on a machine
-that has nothing else to do.
+"""guidellm, locust and `vllm bench serve`, with answers of one length by `ignore_eos`, count the tokens that
+the load generator of `bench service` counts. How close their rates are is only asked with
+JAXLLM_LOAD_QUIET=1, on a machine that has nothing else to do.
 """
 
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from benchmarks.service.load import send
 from jaxllm.checkpoints.tokenizer_folder import write_tokenizer
 from jaxllm.serving.ground.bundles import open_model
 from tests.clients.test_packages import ENVIRONMENTS
+from tests.foreign.sources import VLLM, fetch
 from tests.serving.server.daemons import Process
 
 CALLERS, PROMPT_TOKENS, ANSWER_TOKENS = 4, 48, 32
@@ -73,21 +75,42 @@ def guidellm_rate(url: str, folder: Path) -> float:
     return found["metrics"]["output_tokens_per_second"]["successful"]["mean"]
 
 
+def vllm_rate(url: str, folder: Path) -> float:
+    if not (sources := Path(ENVIRONMENTS, "vllm")).exists():
+        fetch(VLLM, sources, lambda name: (match := re.fullmatch(r"[^/]+/(vllm/.+)", name)) and match[1])
+    with open_model("default") as bundle:
+        write_tokenizer(folder, bundle.tokenizer_files())
+    options = {
+        "backend": "openai", "base-url": url, "endpoint": "/v1/completions", "model": "default",
+        "tokenizer": folder, "dataset-name": "random", "random-input-len": PROMPT_TOKENS,
+        "random-output-len": ANSWER_TOKENS, "num-prompts": 50 * SECONDS, "max-concurrency": CALLERS,
+        "result-filename": folder / "found.json",
+    }  # fmt: skip
+    script = Path(__file__).with_name("load_vllm.py")
+    flags = [str(part) for name, value in options.items() for part in (f"--{name}", value)]
+    ran(str(script), folder, *flags, "--ignore-eos", "--save-result", "--disable-tqdm")
+    found = json.loads((folder / "found.json").read_text())
+    assert (found["failed"], found["completed"]) == (0, 50 * SECONDS), found
+    assert found["total_output_tokens"] == ANSWER_TOKENS * found["completed"]
+    return found["output_throughput"]
+
+
 def ran(module: str, folder: Path, *options: str) -> str:
-    """What a program prints whose packages lie beside this environment's own."""
+    """What a module or script prints whose packages lie beside this environment's own."""
     variables = {
-        "PYTHONPATH": f"{ENVIRONMENTS}/load", "HOME": str(folder), "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": f"{ENVIRONMENTS}/load:{ENVIRONMENTS}/vllm", "HOME": str(folder), "HF_HUB_OFFLINE": "1",
         "JAXLLM_LOAD_BODY": json.dumps(BODY),
     }  # fmt: skip
+    program = [module] if module.endswith(".py") else ["-m", module]
     done = subprocess.run(
-        [sys.executable, "-m", module, *options], cwd=folder, env=os.environ | variables,
-        capture_output=True, text=True, timeout=300, check=False,
+        [sys.executable, *program, *options], cwd=folder, env=os.environ | variables, capture_output=True,
+        text=True, timeout=300, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
 
 
-@pytest.mark.parametrize("rate", [locust_rate, guidellm_rate])
+@pytest.mark.parametrize("rate", [locust_rate, guidellm_rate, vllm_rate])
 def test_others_count_what_the_benchmark_counts(
     rate: Callable[[str, Path], float], url: str, tmp_path: Path
 ) -> None:
