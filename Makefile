@@ -10,6 +10,10 @@ PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist wo
 # What JAX compiles for tests is kept here from one run to the next, for two weeks: a program that changes is compiled.
 export JAXLLM_TEST_COMPILATIONS ?= $(abspath $(VENV))/compilations
 
+# What an emulated Arm runs.
+ARM ?= $(VENV)-arm
+ARM_PACKAGES := ai-edge-litert|click|jax|jaxlib|jinja2|litert-lm-api|markupsafe|ml_dtypes|numpy|opt_einsum|platformdirs|scipy|tokenizers|xxhash
+
 .PHONY: demo test test-all test-fast test-arm test-arm-device test-accelerators test-export test-clients test-foreign test-suites torture mutations \
   check docs dist test-dist clean
 
@@ -42,17 +46,14 @@ test-fast: $(VENV)/.dev
 mutations: $(VENV)/.dev
 	$(BIN)/python -m tests.mutations
 
-# The native kernels for Arm, by a cross compiler and in an emulator; it fails where these are missing.
-test-arm: $(VENV)/.dev
-	@for program in aarch64-linux-gnu-g++ qemu-aarch64-static; do \
-	  command -v $$program > /dev/null || { echo "error: $$program is missing; install it (on Debian:" \
-	    "apt-get install g++-aarch64-linux-gnu qemu-user-static)" >&2; exit 1; }; done
-	$(BIN)/python -m pytest tests/kernels/test_arm.py --durations=5
+# The native kernels for Arm, by a cross compiler and in an emulator, and their wheel beside JAX's for Arm; it fails
+# where the compiler or the emulator is missing.
+test-arm: $(VENV)/.dev $(ARM)/.ready
+	JAXLLM_ARM=$(abspath $(ARM)) $(BIN)/python -m pytest tests/kernels/test_arm.py --durations=5
 
-# The C library of devices for Arm, over LiteRT's library for it, likewise.
-test-arm-device: $(VENV)-export/.ready $(VENV)-export/arm/ai_edge_litert/libLiteRt.so
-	JAXLLM_ARM_LITERT=$(abspath $(VENV)-export)/arm/ai_edge_litert $(VENV)-export/bin/python -m pytest -p no:anyio \
-	  tests/export/test_native_builds.py -k arm --durations=5
+# The device's C library and Python loop, over LiteRT for Arm, and LiteRT-LM for it, likewise.
+test-arm-device: $(VENV)-export/.ready $(ARM)/.ready
+	JAXLLM_ARM=$(abspath $(ARM)) $(VENV)-export/bin/python -m pytest -p no:anyio tests/export/test_arm.py --durations=5
 
 # The formats of other runtimes, in an environment of their own: their converter needs older packages.
 test-export: $(VENV)-export/.ready $(VENV)-export/swiftshader/libvk_swiftshader.so
@@ -107,7 +108,7 @@ test-dist: dist
 	JAXLLM_DIST=dist $(BIN)/python -m pytest tests/test_dist.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-export $(VENV)-accelerators $(VENV)-clients build dist site *.egg-info
+	rm -rf $(VENV) $(VENV)-export $(VENV)-accelerators $(VENV)-clients $(ARM) build dist site *.egg-info
 
 # What runs models is installed by hash; `.ci/pin` writes the file. The first build of the kernels is of those for this
 # processor alone, in half of the time; later ones, as `make test` begins with, are of all.
@@ -137,12 +138,18 @@ $(VENV)-export/swiftshader/libvk_swiftshader.so:
 	cp "$$place/libvk_swiftshader.so" "$$place/libvulkan.so.1" $(@D)
 	rm -rf $(@D)/usr $(@D)/etc
 
-# LiteRT of this version for Arm, which the emulator runs.
-$(VENV)-export/arm/ai_edge_litert/libLiteRt.so: constraints-export.txt
-	rm -rf $(VENV)-export/arm && mkdir -p $(VENV)-export/arm
-	$(VENV)-export/bin/python -m pip download --quiet --no-deps --only-binary :all: --platform manylinux_2_27_aarch64 \
-	  --dest $(VENV)-export/arm "$$(grep -i '^ai-edge-litert==' constraints-export.txt)"
-	cd $(VENV)-export/arm && $(abspath $(VENV)-export)/bin/python -m zipfile -e ai_edge_litert-*.whl . && rm *.whl
+# For an emulator: Python for Arm, and there the packages of a device, LiteRT-LM and JAX. Pip runs in the emulator, too,
+# and so takes the wheels and the lines of constraints that are for it.
+$(ARM)/.ready: constraints-export.txt .ci/arm-root
+	@for program in aarch64-linux-gnu-g++ qemu-aarch64-static; do \
+	  command -v $$program > /dev/null || { echo "error: $$program is missing; install it (on Debian:" \
+	    "apt-get install g++-aarch64-linux-gnu qemu-user-static)" >&2; exit 1; }; done
+	rm -rf $(ARM) && .ci/arm-root $(ARM)/root
+	$(PYTHON) -m venv $(ARM)/host
+	grep -iE '^($(ARM_PACKAGES))==' constraints-export.txt > $(ARM)/requirements.txt
+	PYTHONPATH=$$(echo $(ARM)/host/lib/python3*/site-packages) qemu-aarch64-static -L $(ARM)/root \
+	  $(ARM)/root/usr/bin/python3 -m pip install --quiet --no-compile --no-deps --only-binary :all: \
+	  --target $(ARM)/site --requirement $(ARM)/requirements.txt
 	touch $@
 
 $(VENV)-accelerators/.ready: pyproject.toml constraints.txt constraints-accelerators.txt

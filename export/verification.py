@@ -1,7 +1,6 @@
 """Compares the programs of a new folder, as their runtime runs them, with the steps they were made of."""
 
 import contextlib
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import numpy as np
 from ml_dtypes import bfloat16
 
 from jaxllm.config import FULL_LEVEL
-from jaxllm.errors import ProgramError, one_line
+from jaxllm.errors import ProgramError
 from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest, Precision
 from jaxllm.export.folder_format.signature import (
     CHUNK_TOKENS,
@@ -32,13 +31,14 @@ from jaxllm.export.folder_format.signature import (
 from jaxllm.export.folder_format.weights import read_weights
 from jaxllm.export.programs.executor import Executor
 from jaxllm.export.programs.golden import with_golden
-from jaxllm.export.programs.litert import captured_messages
+from jaxllm.export.programs.litert_library import IN_MEMORY, Library, OpenPrograms, captured_messages
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.export.signatures import MASKED_KINDS, ExportPlan, step_weights, subject_step
 from jaxllm.export.subject import Subject
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
 from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.host.machine import usable_cores
 from jaxllm.serving.host.progress import Progress
 from jaxllm.text.tokenizer import Tokenizer
 
@@ -133,34 +133,23 @@ def run_of_model(model: bytes) -> Iterator[Run]:
     Raises:
       ProgramError: LiteRT refuses the model.
     """
-    from ai_edge_litert.compiled_model import CompiledModel
-
-    with tempfile.TemporaryDirectory() as folder, captured_messages():
-        (path := Path(folder) / "model.tflite").write_bytes(model)
-        try:
-            opened = CompiledModel.from_file(str(path))
-        except RuntimeError as error:
-            raise ProgramError(f"LiteRT refuses the model ({one_line(error)})") from error
+    with tempfile.TemporaryFile() as file, captured_messages():
+        file.write(model)
+        file.flush()
+        opened = OpenPrograms(Library("cpu"), file.fileno(), None, threads=usable_cores(), packed=IN_MEMORY)
 
         def run(signature: Signature, caches: Any, inputs: Any) -> Mapping[str, Any]:
-            name, given, results = signature.name, {}, {}
-            facts, details = opened.get_signature_list()[name], opened.get_output_tensor_details(name)
-            for each in facts["inputs"]:
-                given[each] = opened.create_input_buffer_by_name(name, each)
-                given[each].write(np.ascontiguousarray({**caches, **inputs}[each]))
-            for each in facts["outputs"]:
-                results[each] = opened.create_output_buffer_by_name(name, each)
-            opened.run_by_name(name, given, results)
-            found = {}
-            for each, buffer in results.items():
-                shape, dtype = tuple(details[each]["shape"]), np.dtype(details[each]["dtype"])
-                found[each] = np.array(buffer.read(math.prod(shape), dtype.type)).reshape(shape)
-            return found
+            name, arrays = signature.name, {**caches, **inputs}
+            given = {each: opened.buffer(name, each) for each in opened.arrays(name)}
+            for each, buffer in given.items():
+                buffer.write(np.asarray(arrays[each]))
+            results = {
+                each: opened.buffer(name, each, output=True) for each in opened.arrays(name, output=True)
+            }
+            opened.run(name, given, results)
+            return {each: buffer.read() for each, buffer in results.items()}
 
-        try:
-            yield run
-        finally:
-            opened.close()
+        yield run
 
 
 def write_golden(folder: Path, executor: Executor, subject: Subject) -> Manifest:

@@ -19,6 +19,12 @@ using Times = std::map<std::pair<int, int>, double>;
 // null.
 Times ProfiledTimes(Programs& programs, const Manifest& manifest, const char* path);
 
+// What this processor is, as far as a process may see.
+std::string Processor();
+
+// Compares the manifest's golden answers, unless the file says that this device gave them; then writes it.
+void RequireGolden(Programs& programs, const Manifest& manifest, const char* path);
+
 double FirstTokenMs(const Times& times, int level, size_t prompt_tokens, size_t reused_tokens);
 double TokenMs(const Times& times, int level);
 

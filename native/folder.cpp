@@ -61,6 +61,22 @@ Manifest ReadManifest(const Json& file) {
     found.model_file = name;
     found.signatures.push_back({kind, level, room, tokens});
   }
+  if (file.absent("golden")) return found;
+  for (const Json& each : file["golden"].list("golden")) {
+    GoldenAnswer golden{static_cast<int>(each["level"].integer("level", 1, kWhole)), {}, {}};
+    auto vocab = found.vocab_sizes.find(golden.level);
+    Require(vocab != found.vocab_sizes.end() && found.golden.size() < kWhole, JAXLLM_DAMAGED,
+            "a golden answer is of no level; export the model again");
+    for (auto [name, to] : {std::pair("prompt", &golden.prompt), std::pair("tokens", &golden.tokens)}) {
+      const std::vector<Json>& tokens = each[name].list(name);
+      for (size_t at = 0; at < std::min<size_t>(tokens.size(), kMostTokens); ++at)
+        to->push_back(static_cast<int32_t>(tokens[at].integer(name, 0, vocab->second - 1)));
+      Require(!to->empty(), JAXLLM_DAMAGED, "a golden answer has no tokens; export the model again");
+    }
+    Require(golden.prompt.size() + golden.tokens.size() <= static_cast<size_t>(found.context_tokens),
+            JAXLLM_DAMAGED, "a golden answer is longer than the context; export the model again");
+    found.golden.push_back(std::move(golden));
+  }
   return found;
 }
 
@@ -93,6 +109,8 @@ Mapped::Mapped(int descriptor, int64_t offset, int64_t bytes, const std::string&
 Mapped::~Mapped() {
   if (pages_ && pages_ != MAP_FAILED) munmap(pages_, paged_);
 }
+
+void Mapped::GiveBack() const { madvise(pages_, paged_, MADV_DONTNEED); }
 
 Folder::Folder(const std::string& path) {
   std::map<std::string, std::unique_ptr<Mapped>> files;

@@ -22,6 +22,8 @@ class Mapped {
   Mapped(const Mapped&) = delete;
   ~Mapped();
   std::string_view view() const { return {data_, bytes_}; }
+  // Gives back its memory; what is read again comes from the file.
+  void GiveBack() const;
 
  private:
   void* pages_ = nullptr;
@@ -34,11 +36,18 @@ struct Signature {
   int level, room, tokens;
 };
 
+// What a level answered greedily where its programs were made.
+struct GoldenAnswer {
+  int level;
+  std::vector<int32_t> prompt, tokens;
+};
+
 struct Manifest {
   std::string name;
   int context_tokens = 0;
   std::map<int, int> vocab_sizes;  // By level.
   std::vector<Signature> signatures;
+  std::vector<GoldenAnswer> golden;
   std::string model_file, model_checksum, tokenizer_checksum;
 };
 

@@ -120,7 +120,7 @@ jaxllm_status jaxllm_device_facts(const jaxllm_device* device, jaxllm_facts* fac
     facts->levels = device->levels.data();
     facts->level_count = device->levels.size();
     facts->drafts = !device->programs.Sizes("verify", kWhole, longest).empty();
-    facts->cache_bytes = 2 * device->programs.RowBytes(kWhole) * static_cast<size_t>(longest);
+    facts->cache_bytes = device->programs.RowBytes(kWhole) * static_cast<size_t>(longest);
   });
 }
 
@@ -152,6 +152,13 @@ jaxllm_status jaxllm_encode_chat(const jaxllm_device* device, const jaxllm_messa
     Given(device, "the device");
     const Folder& folder = device->folder;
     Fill(folder.tokenizer->Encode(folder.chat.Render(messages, message_count), false), tokens, count);
+  });
+}
+
+jaxllm_status jaxllm_check(jaxllm_device* device, const char* path, jaxllm_error* error) {
+  return Guarded(error, [&] {
+    Given(device, "the device");
+    RequireGolden(device->programs, device->folder.manifest, path);
   });
 }
 

@@ -71,6 +71,13 @@ JAXLLM_API jaxllm_status jaxllm_open(const char* folder, int32_t threads, jaxllm
 JAXLLM_API jaxllm_status jaxllm_open_files(const jaxllm_file* files, size_t count, int32_t threads,
                                            jaxllm_device** device, jaxllm_error* error);
 
+// Compares what every level answers with what it answered where the folder was made, up to a tie of two
+// tokens: a runtime that computes something else fails with JAXLLM_RUNTIME. Call it before the first answer.
+//   path: file that says that this device passed, which is then not compared again, and is written when it
+//         passes; NULL for none. After an update of the runtime or of the folder the comparison is made
+//         again.
+JAXLLM_API jaxllm_status jaxllm_check(jaxllm_device* device, const char* path, jaxllm_error* error);
+
 // Closes a device; NULL is none.
 JAXLLM_API void jaxllm_close(jaxllm_device* device);
 

@@ -25,19 +25,6 @@ constexpr size_t kMostProfileBytes = 1 << 16;
 constexpr int kRuns = 6;  // The first packs weights.
 constexpr double kLongestMs = 1e9;
 
-// What this processor is, as far as a process may see.
-std::string Processor() {
-  std::ifstream file("/proc/cpuinfo");
-  std::set<std::string> lines;
-  for (std::string line; std::getline(file, line);)
-    for (const char* name : {"model name", "flags", "Features", "CPU part", "Hardware"})
-      if (line.rfind(name, 0) == 0) lines.insert(line);
-  struct utsname system;
-  std::string found = uname(&system) == 0 ? system.machine : "";
-  for (const std::string& each : lines) found += each;
-  return ChecksumOf(found) + " " + std::to_string(sysconf(_SC_NPROCESSORS_ONLN));
-}
-
 std::vector<std::pair<int, int>> Steps(const Programs& programs) {
   std::vector<std::pair<int, int>> found;
   for (int level : programs.Levels()) {
@@ -86,6 +73,18 @@ Times Measured(Programs& programs, const std::vector<std::pair<int, int>>& steps
 }
 
 }  // namespace
+
+std::string Processor() {
+  std::ifstream file("/proc/cpuinfo");
+  std::set<std::string> lines;
+  for (std::string line; std::getline(file, line);)
+    for (const char* name : {"model name", "flags", "Features", "CPU part", "Hardware"})
+      if (line.rfind(name, 0) == 0) lines.insert(line);
+  struct utsname system;
+  std::string found = uname(&system) == 0 ? system.machine : "";
+  for (const std::string& each : lines) found += each;
+  return ChecksumOf(found) + " " + std::to_string(sysconf(_SC_NPROCESSORS_ONLN));
+}
 
 std::string ChecksumOf(std::string bytes) {
   bytes.resize(std::max(bytes.size(), kLeastChecked));

@@ -80,14 +80,18 @@ Programs::Programs(const Folder& folder, int threads) : manifest_(folder.manifes
     Handle options = nullptr, cpu = nullptr;
     Check(LiteRtCreateOptions(&options), "take options");
     LiteRtStatus status = LiteRtSetOptionsHardwareAccelerators(options, kCpu);
-    if (!status && threads) {
-      std::string facts = "num_threads = " + std::to_string(threads) + "\n";
+    if (!status) {
+      // Else each program packs the weights for itself.
+      std::string facts = "weight_cache_file_path = \":memory\"\n";
+      if (threads) facts += "num_threads = " + std::to_string(threads) + "\n";
       status = LiteRtCreateOpaqueOptions("xnnpack", strdup(facts.c_str()), std::free, &cpu);
       if (!status) status = LiteRtAddOpaqueOptions(options, cpu);
     }
     if (!status) status = LiteRtCreateCompiledModel(environment_, model_, options, &compiled_);
     LiteRtDestroyOptions(options);
     Check(status, "compile model.tflite");
+    // The packed weights are a copy.
+    folder.model->GiveBack();
     size_t count = 0;
     Check(LiteRtGetNumModelSignatures(model_, &count), "list signatures");
     std::map<std::string, size_t> there;
@@ -263,8 +267,7 @@ Caches Programs::Made(int level, int room) {
   Caches made;
   made.level = level;
   made.room = room;
-  Arguments(decode, true, made.filled);
-  Arguments(decode, false, made.spare);
+  Arguments(decode, true, made.buffers);
   return made;
 }
 
@@ -272,7 +275,7 @@ std::string Programs::Rows(const Caches& caches, int tokens) const {
   std::string found;
   for (const auto& [name, shape] : shapes_.at(caches.level)) {
     size_t row = 4u * static_cast<size_t>(shape.width), head = row * static_cast<size_t>(caches.room);
-    caches.filled.at(name)->Read([&, heads = shape.heads](const void* from) {
+    caches.buffers.at(name)->Read([&, heads = shape.heads](const void* from) {
       for (int each = 0; each < heads; ++each)
         found.append(static_cast<const char*>(from) + head * static_cast<size_t>(each),
                      row * static_cast<size_t>(tokens));
@@ -285,7 +288,7 @@ void Programs::Restore(Caches& caches, const char* rows, int tokens) {
   for (const auto& [name, shape] : shapes_.at(caches.level)) {
     size_t row = 4u * static_cast<size_t>(shape.width), head = row * static_cast<size_t>(caches.room);
     size_t part = row * static_cast<size_t>(tokens);
-    caches.filled.at(name)->Write([&, heads = shape.heads](void* to) {
+    caches.buffers.at(name)->Write([&, heads = shape.heads](void* to) {
       for (int each = 0; each < heads; ++each, rows += part)
         std::memcpy(static_cast<char*>(to) + head * static_cast<size_t>(each), rows, part);
     });
@@ -309,8 +312,8 @@ void Programs::Run(const std::string& kind, int size, Caches& caches, const int3
                    int at, std::vector<float>* logits) {
   std::lock_guard<std::mutex> lock(running_);
   Program& program = Find(kind, caches.level, caches.room, size);
-  std::vector<Handle> in = Arguments(program, true, caches.filled),
-                      out = Arguments(program, false, caches.spare);
+  std::vector<Handle> in = Arguments(program, true, caches.buffers),
+                      out = Arguments(program, false, caches.buffers);
   bool verifies = kind == "verify";
   program.in.at("tokens")->Write([&](void* to) {
     auto* place = static_cast<int32_t*>(to);
@@ -328,7 +331,6 @@ void Programs::Run(const std::string& kind, int size, Caches& caches, const int3
     });
   Check(LiteRtRunCompiledModel(compiled_, program.index, in.size(), in.data(), out.size(), out.data()),
         "run " + kind);
-  std::swap(caches.filled, caches.spare);
   if (auto found = program.out.find("logits"); logits && found != program.out.end()) {
     logits->resize(found->second->bytes() / sizeof(float));
     found->second->Read([&](const void* from) { std::memcpy(logits->data(), from, 4 * logits->size()); });

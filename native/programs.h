@@ -33,11 +33,11 @@ class Buffer {
 
 using Buffers = std::map<std::string, std::unique_ptr<Buffer>>;
 
-// Keys and values of a sequence at a level, in caches of `room` positions: a program reads one set and writes
-// the other, and then they change places.
+// Keys and values of a sequence at a level, in caches of `room` positions. A program updates them in place:
+// it reads an old row only to write it again.
 struct Caches {
   int level = 0, room = 0;
-  Buffers filled, spare;
+  Buffers buffers;
 };
 
 // A cache's shape without its positions.

@@ -10,6 +10,7 @@ from benchmarks.harness import bench as plans
 PARTS = {
     "formats": "every format beside the live engine",
     "sampling": "TFLite programs that draw several tokens per dispatch beside a dispatch for each token",
+    "memory": "memory of a device's loop, generating and as a service",
     "shadow": "prefill of W8A8 with shadow beside other 8-bit programs and llama.cpp",
     "stages": "stages of W8A8 prefill on two processors, in each order, beside the simulator",
 }
@@ -23,6 +24,7 @@ class Plan(plans.TimedPlan, plans.TextPlan):
       text: calibrates w8a8, gives prompts and is scored; of a shape None, without w8a8.
       answers: greedy answers that are compared with the live engine's.
       sampled_precisions: of the TFLite programs whose sampling is measured.
+      memory_calls: calls of the service whose memory is measured.
     """
 
     parts: tuple[str, ...] = plans.parts_of(PARTS)
@@ -34,6 +36,7 @@ class Plan(plans.TimedPlan, plans.TextPlan):
     text_windows: int = plans.sized(12, quick=2)
     context_tokens: int = plans.sized(1024, quick=256)
     sampled_precisions: tuple[str, ...] = plans.sized(("f32", "int8"), quick=("int8",))
+    memory_calls: int = plans.sized(100, quick=10)
     patience_s: float = plans.sized(60.0, quick=2.0)
 
 

@@ -18,6 +18,7 @@ embeddings become 8-bit by output channel, activations are quantized while the m
 import dataclasses
 import importlib.util
 import itertools
+import json
 import os
 import shutil
 import statistics
@@ -42,6 +43,7 @@ from benchmarks.peers.ours import BLOCKS, DRAWN, GREEDY
 from benchmarks.peers.peer import missing_packages
 from benchmarks.samples import SEPARATOR
 from jaxllm.bundle import Bundle
+from jaxllm.bundle.levels import read_ladder
 from jaxllm.errors import ConfigError, JaxllmError
 from jaxllm.export.folder_format.manifest import MANIFEST, Manifest, StoredFile
 from jaxllm.export.programs.model import open_program
@@ -67,7 +69,7 @@ _NEEDED = {"stablehlo": "flatbuffers", "tflite": "litert_converter", "litertlm":
 def run(bench: Run[Plan]) -> list[Row]:
     """Measures the parts that the plan names."""
     if lacking := missing():
-        bench = bench.without(("sampling", "shadow", "stages"), f"{lacking} is not installed")
+        bench = bench.without(("sampling", "memory", "shadow", "stages"), f"{lacking} is not installed")
     model = integer = bench.path()
     if {"shadow", "stages"} & {*bench.plan.parts}:
         try:
@@ -85,6 +87,7 @@ def run(bench: Run[Plan]) -> list[Row]:
         with open_model(folder, weights="f32", progress=bench.progress) as bundle:
             path = bundle.path
         rows += sampling_rows(path, bench)
+    rows += memory_rows(model, bench) if "memory" in parts else []
     rows += shadow_rows(integer, bench) if "shadow" in parts else []
     rows += stage_rows(integer, bench) if "stages" in parts else []
     return rows
@@ -384,6 +387,29 @@ def quantize_folder(floats: Export, out: Path) -> Export:
     files = {**manifest.files, model: StoredFile.of(out / model)}
     dataclasses.replace(manifest, precision="int8", files=files).write(out)
     return Export.of(out, began, floats.export_ms)
+
+
+def memory_rows(model: Path, bench: Run[Plan]) -> list[Row]:
+    """Memory of the loop of a device at 8 bits above its weights and longest caches, generating and as a
+    service, each in a process of its own without JAX: at its peak, and at the end its share (PSS)."""
+    system, rows = TFLITE["int8"], []
+    with open_model(model) as bundle:
+        ladder, context = read_ladder(bundle), min(bench.plan.context_tokens, bundle.cfg.window_tokens)
+    # The level nearest to half of the model.
+    levels = [] if ladder is None else ["--level", min(ladder.levels, key=lambda each: abs(each - 50))]
+    with tempfile.TemporaryDirectory() as folder:
+        options = ("--format", "tflite", "--precision", "int8", "--context", context, *levels)
+        made = exported(model, Path(folder) / system, *options)
+        for calls in (0, bench.plan.memory_calls):
+            command = ("-m", "jaxllm.cli.device", made.path, "facts", "--json", "--calls", calls)
+            # A first start packs weights and measures a profile.
+            facts = [json.loads(run_python("the device's loop", *command)) for _ in range(2)][-1]
+            case = f"a service of {calls} calls" if calls else "generate"
+            for metric, what in (("peak_memory_bytes", "peak"), ("proportional_bytes", "share")):
+                above = facts[metric] - facts["weights_bytes"] - facts["cache_bytes"]
+                note = f"{what} above weights and caches"
+                rows.append(row(case, metric, above, note, system=system))
+    return rows
 
 
 SHADOW = f"{TFLITE['w8a8']}-shadow"

@@ -32,8 +32,6 @@ from jaxllm.serving.host.user_cache import device_file, make_private_folder
 
 # Package of each format's runtime; StableHLO requires JAX, which a device may have.
 RUNTIMES = {"tflite": "ai-edge-litert", "stablehlo": "jax"}
-# With LiteRT a step reads one set of caches and writes another.
-_CACHE_SETS = {"tflite": 2, "stablehlo": 1}
 _FLOAT_BYTES = 4
 _log = logging.getLogger(__name__)
 
@@ -201,8 +199,8 @@ def needed_bytes(manifest: Manifest, *, staged: bool = False) -> int:
 
 
 def longest_cache_bytes(manifest: Manifest) -> int:
-    """Returns bytes of the longest caches of one answer of the whole model, in all of the runtime's sets."""
-    return _CACHE_SETS.get(manifest.format, 1) * manifest.cache_bytes(FULL_LEVEL, manifest.context_tokens)
+    """Returns bytes of the longest caches of one answer of the whole model."""
+    return manifest.cache_bytes(FULL_LEVEL, manifest.context_tokens)
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ WEIGHTS, TOKENIZER = "weights.safetensors", "tokenizer.json"
 # The chat template for runtimes without Jinja (see `jaxllm.export.chat_pieces`).
 CHAT = "chat.json"
 TINY_WEIGHTS, TINY_TOKENIZER = "tiny_lm.safetensors", "tiny_lm_tokenizer.json"
-_READ_BYTES = 1 << 24
+_READ_BYTES = 1 << 20
 
 
 def malformed(path: Path, error: Exception) -> ProgramError:

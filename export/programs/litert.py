@@ -7,8 +7,9 @@ whose weights a file has, so the name must identify it, and only this user may h
 (`jaxllm.serving.host.user_cache`). A file is written under a temporary name and renamed when it is complete:
 processes that open a program at the same time do not write into each other's files.
 
-Caches are two sets of buffers; a step reads one and writes the other. LiteRT writes its messages to the
-process's standard error, which is captured.
+Programs are opened when they first run, in milliseconds: those over the same caches together, because the
+runtime holds some memory for each (see `litert_library.py`). LiteRT writes its messages to the process's
+standard error, which is captured.
 """
 
 import contextlib
@@ -16,16 +17,11 @@ import dataclasses
 import errno
 import importlib.metadata
 import logging
-import math
 import os
-import re
-import sys
-import tempfile
-import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +32,17 @@ from jaxllm.errors import ConfigError, ProgramError, one_line
 from jaxllm.export.contents import require_extra
 from jaxllm.export.folder_format.manifest import MANIFEST, Manifest
 from jaxllm.export.folder_format.parts import ADAPTER
-from jaxllm.export.folder_format.signature import PENALIZED, PENALTIES, TOKENS, Signature, lengthened
+from jaxllm.export.folder_format.signature import PENALIZED, PENALTIES, Signature
 from jaxllm.export.programs.executor import Accelerator, Executor, FolderAdapters
+from jaxllm.export.programs.litert_library import (
+    IN_MEMORY,
+    Buffer,
+    Library,
+    OpenPrograms,
+    captured_messages,
+    program_names,
+)
+from jaxllm.serving.host.allocator import give_back_memory
 from jaxllm.serving.host.machine import usable_cores
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import buckets_bytes, cache_folder, make_private_folder, private_file
@@ -150,54 +155,14 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
-_MESSAGE_BYTES = 300
-# Lines of the runtime: they name a file and line of its source, or are one of these.
-_OURS = re.compile(
-    rb"\b\w+\.(?:cc|h):\d+\]|^INFO: Created TensorFlow Lite|^WARNING: All log messages before|^\xe2\x94\x94"
-)
-# The process has one standard error: a thread that redirects it must restore it before another one does. A
-# thread may redirect it twice, because models are closed whenever Python collects them.
-_taking = threading.RLock()
-
-
-@contextlib.contextmanager
-def captured_messages() -> Iterator[Callable[[], str]]:
-    """Captures the runtime's messages during the block; yields a function that returns the last of them.
-
-    Redirects the whole process's standard error. Messages of others are written when the block ends.
-    """
-    with _taking, tempfile.TemporaryFile() as kept:
-        sys.stderr.flush()
-        before = os.dup(2)
-        os.dup2(kept.fileno(), 2)
-
-        def lines() -> list[bytes]:
-            # By `pread`, because the file's offset is shared with the writers.
-            return os.pread(kept.fileno(), os.fstat(kept.fileno()).st_size, 0).splitlines(keepends=True)
-
-        def messages() -> str:
-            own = b"".join(each for each in lines() if _OURS.search(each))
-            return own[-_MESSAGE_BYTES:].decode(errors="replace")
-
-        try:
-            yield messages
-        finally:
-            sys.stderr.flush()
-            os.dup2(before, 2)
-            os.close(before)
-            others = b"".join(each for each in lines() if not _OURS.search(each))
-            if others:
-                os.write(2, others)
-
-
 @dataclasses.dataclass(frozen=True)
 class Buffers:
     """Caches of a level with `cache_tokens` positions, by name: those with the sequence, and those that the
-    next step writes."""
+    next step writes, which for a CPU are the same."""
 
     cache_tokens: int
-    filled: dict[str, Any]
-    spare: dict[str, Any]
+    filled: dict[str, Buffer]
+    spare: dict[str, Buffer]
 
 
 class LiteRtExecutor(Executor):
@@ -206,8 +171,7 @@ class LiteRtExecutor(Executor):
     Attributes:
       threads: number of threads that compute.
       accelerator: what runs the operations that it takes.
-      moves_rows: False, because Python can only read and write whole buffers, which is slower than what
-        accepted tokens of other branches save.
+      moves_rows: False: drafts of its programs are lines.
       stops_early: False, because its programs have no loops.
     """
 
@@ -223,11 +187,11 @@ class LiteRtExecutor(Executor):
         packed: PackedFolder | None = None,
         stores: bool = True,
     ) -> None:
-        """Opens a model.
+        """Opens a model; packs its weights for the CPU if they are not stored.
 
         Args:
           threads: number of threads that compute; 0 for all cores of this process.
-          accelerator: what runs the operations that it takes; the CPU runs the others.
+          accelerator: what runs the operations that it takes.
           packed: cache of packed weights; None for a folder in the user's cache directory, unless its limit
             is 0.
           stores: whether packed weights are stored at all.
@@ -237,11 +201,6 @@ class LiteRtExecutor(Executor):
           ProgramError: the model is corrupt, or LiteRT rejects it.
         """
         require_extra("export", "ai_edge_litert")
-        from ai_edge_litert.compiled_model import CompiledModel
-        from ai_edge_litert.cpu_options import CpuOptions
-        from ai_edge_litert.hardware_accelerator import HardwareAccelerator
-        from ai_edge_litert.options import Options
-
         super().__init__(manifest, FolderAdapters(manifest, folder))
         self.threads, self.accelerator = threads or usable_cores(), accelerator
         file, *others = {each.file for each in manifest.signatures}
@@ -249,41 +208,25 @@ class LiteRtExecutor(Executor):
             raise ProgramError(
                 f"{folder} is not a single model over float32 caches, which LiteRT needs; export it again"
             )
-        path = manifest.require_intact(folder, file)
-        made_of = f"{manifest.files[file].xxh3_128} {importlib.metadata.version('ai-edge-litert')}"
+        self._path = manifest.require_intact(folder, file)
+        # Kept, because another folder may be put in its place before all programs are open.
+        self._number = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._number)
+        if missing := {each.name for each in manifest.signatures} - program_names(self._number):
+            raise ProgramError(
+                f"{self._path} lacks the signatures {', '.join(sorted(missing))}, which {folder / MANIFEST} "
+                "names; copy both from one export"
+            )
         if packed is None and stores and (limit := buckets_bytes()):
             packed = PackedFolder(cache_folder() / "xnnpack", limit_bytes=limit)
-        opened = (
-            contextlib.nullcontext() if packed is None else packed.opened(folder, manifest.precision, made_of)
-        )
-        self._buffers: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-        with opened as kept, captured_messages() as said:
-            cpu = CpuOptions(num_threads=self.threads, xnnpack_weight_cache_path=str(kept or ""))
-            kinds = HardwareAccelerator.CPU | getattr(HardwareAccelerator, accelerator.upper())
-            options = Options(hardware_accelerators=kinds, cpu_options=cpu)
-            try:
-                self._model = CompiledModel.from_file(str(path), options=options)
-            except RuntimeError as error:
-                raise ProgramError(
-                    f"{path}: LiteRT refuses it ({one_line(error)}; {one_line(said())}); export it again"
-                ) from error
-            there = self._model.get_signature_list()
-            if missing := [each.name for each in manifest.signatures if each.name not in there]:
-                raise ProgramError(
-                    f"{path} lacks the signatures {', '.join(missing)}, which {folder / MANIFEST} names; "
-                    "copy both from one export"
-                )
-            # The first buffer makes the runtime search for accelerators again: do so now.
-            first = next(each for each in manifest.signatures if each.kind == "prefill")
-            self._buffers_of(first)[0][TOKENS].write(np.zeros((1, first.tokens), np.int32))
-        weakref.finalize(self, _close, self._model, self._buffers, self._placed)
+        self._packed, self._opened = packed, None
+        self._buffers: dict[str, tuple[dict[str, Buffer], dict[str, Buffer]]] = {}
+        with captured_messages():
+            self._library = Library(accelerator)
+        self._open(manifest.signatures[:1])
 
     def prepare(self, signatures: Sequence[Signature], progress: Progress | None = None) -> None:
-        """See `Executor`; LiteRT has all signatures ready, only their buffers are made."""
-        for done, signature in enumerate(signatures):
-            self._buffers_of(signature)
-            if progress is not None:
-                progress("compile", done + 1, len(signatures))
+        """See `Executor`; does nothing: programs are opened when they first run."""
 
     def is_ready(self, signature: Signature) -> bool:
         """See `Executor`; always True."""
@@ -295,28 +238,39 @@ class LiteRtExecutor(Executor):
 
     def rows(self, level: int, caches: Buffers, tokens: int) -> dict[str, np.ndarray]:
         """See `Executor`."""
-        shapes = self.manifest.cache_shapes(level, caches.cache_tokens).items()
-        whole = {name: _read(caches.filled[name], shape, np.dtype(np.float32)) for name, shape in shapes}
-        return {name: np.array(each[:, :, :tokens]) for name, each in whole.items()}
+        found = {}
+        for name, each in caches.filled.items():
+            with each.array() as whole:
+                found[name] = whole[:, :, :tokens].copy()
+        return found
 
     def restored(self, level: int, cache_tokens: int, rows: Mapping[str, np.ndarray]) -> Buffers:
         """See `Executor`."""
-        decode = self.manifest.signature("decode", 1, level, cache_tokens).name
-        buffers = Buffers(cache_tokens, {}, {})
-        for name, shape in self.manifest.cache_shapes(level, cache_tokens).items():
-            buffers.filled[name] = self._model.create_input_buffer_by_name(decode, name)
-            buffers.spare[name] = self._model.create_output_buffer_by_name(decode, name)
-            # Masked positions are multiplied by zero: they must be finite.
-            own = lengthened(rows[name], shape) if rows else np.zeros(shape, np.float32)
-            buffers.filled[name].write(own)
+        decode = self.manifest.signature("decode", 1, level, cache_tokens)
+        opened, buffers = self._open([decode]), Buffers(cache_tokens, {}, {})
+        for name in self.manifest.cache_shapes(level, cache_tokens):
+            buffers.filled[name] = opened.buffer(decode.name, name)
+            # A CPU updates caches in place: programs read an old row only to write it again.
+            own = self.accelerator == "cpu"
+            spare = buffers.filled[name] if own else opened.buffer(decode.name, name, output=True)
+            buffers.spare[name] = spare
+            with buffers.filled[name].array(write=True) as whole:
+                filled = rows[name].shape[2] if rows else 0
+                if filled:
+                    whole[:, :, :filled] = rows[name]
+                # Masked positions are multiplied by zero: they must be finite.
+                whole[:, :, filled:] = 0
         return buffers
 
     def place(self, level: int, inputs: Mapping[str, np.ndarray]) -> dict[str, Any]:
         """See `Executor`."""
         # All programs but those that encode accept the same arrays.
-        decode, placed = self.manifest.signature("decode", 1, level, self.manifest.context_tokens).name, {}
+        lengths = self.manifest.cache_tokens(level)
+        decodes = [self.manifest.signature("decode", 1, level, each) for each in lengths]
+        decode = next((each for each in decodes if each.name in self.opened_names), decodes[-1])
+        opened, placed = self._open([decode]), {}
         for name, each in inputs.items():
-            placed[name] = self._model.create_input_buffer_by_name(decode, name)
+            placed[name] = opened.buffer(decode.name, name)
             placed[name].write(each)
         return placed
 
@@ -324,56 +278,88 @@ class LiteRtExecutor(Executor):
         self, signature: Signature, inputs: Mapping[str, Any], caches: Buffers | None = None
     ) -> tuple[dict[str, Any], Any]:
         """See `Executor`."""
-        interface, (given, results) = self._interface(signature), self._buffers_of(signature)
-        given, taken = dict(given), self._adapted(signature, inputs)
+        taken, interface = self._adapted(signature, inputs), self._interface(signature)
+        opened, (given, results) = self._open([signature]), self._buffers_of(signature)
+        given = dict(given)
         # Without penalties the program reads none of their large arrays.
         skipped = PENALTIES if "draw" in taken and not taken["draw"][PENALIZED] else ()
         for name, each in taken.items():
             if not isinstance(each, np.ndarray):
                 given[name] = each
             elif name not in skipped:
-                given[name].write(np.ascontiguousarray(each))
+                given[name].write(each)
         after = caches
         if caches is not None:
             given |= caches.filled
             if interface.writes:
                 results = {**results, **caches.spare}
                 after = Buffers(caches.cache_tokens, caches.spare, caches.filled)
-        try:
-            self._model.run_by_name(signature.name, given, results)
-        except RuntimeError as error:
-            raise ProgramError(f"LiteRT cannot run {signature.name} ({one_line(error)})") from error
-        return {name: _read(results[name], *each) for name, each in interface.outputs.items()}, after
+        opened.run(signature.name, given, results)
+        return {name: results[name].read() for name in interface.outputs}, after
 
-    def _buffers_of(self, signature: Signature) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _buffers_of(self, signature: Signature) -> tuple[dict[str, Buffer], dict[str, Buffer]]:
         """The buffers of a signature's inputs and outputs by name, without caches and what `place` makes."""
-        name, interface = signature.name, self._interface(signature)
+        name, interface, opened = signature.name, self._interface(signature), self._open([signature])
         if name not in self._buffers:
             placed = {ADAPTER}
             if signature.kind != "encode":
                 placed |= self.manifest.source_shapes(signature.level).keys()
-            inputs = {
-                each: self._model.create_input_buffer_by_name(name, each)
-                for each in interface.inputs
-                if each not in placed
-            }
-            outputs = {
-                each: self._model.create_output_buffer_by_name(name, each) for each in interface.outputs
-            }
+            inputs = {each: opened.buffer(name, each) for each in interface.inputs if each not in placed}
+            outputs = {each: opened.buffer(name, each, output=True) for each in interface.outputs}
             for each in PENALTIES if signature.kind == "block" else ():
                 inputs[each].write(np.zeros(*interface.inputs[each]))
             self._buffers[name] = inputs, outputs
         return self._buffers[name]
 
+    @property
+    def opened_names(self) -> Collection[str]:
+        """Names of the open programs."""
+        return () if self._opened is None else self._opened.names
 
-def _read(buffer: Any, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    return buffer.read(math.prod(shape), dtype.type).reshape(shape)
+    def _open(self, signatures: Sequence[Signature]) -> OpenPrograms:
+        """The open programs, after opening those over the caches of any of `signatures` that is not among
+        them; on an accelerator, whose drivers compile them for long, all at once."""
+        if self._opened is not None and all(each.name in self.opened_names for each in signatures):
+            return self._opened
+        manifest, lazy = self.manifest, self.accelerator == "cpu"
+        caches = {self._caches_of(each) for each in signatures}
+        names = {each.name for each in manifest.signatures if self._caches_of(each) in caches or not lazy}
+        names |= set(self.opened_names)
+        # Before others take memory: all have the same weights and intermediate results.
+        self._opened = None
+        made_of = manifest.files[manifest.signatures[0].file].xxh3_128
+        made_of += f" {importlib.metadata.version('ai-edge-litert')}"
 
+        def opened(names: Collection[str] | None, packed: str) -> OpenPrograms:
+            return OpenPrograms(self._library, self._number, names, threads=self.threads, packed=packed)
 
-def _close(model: Any, *buffers: dict[Any, Any]) -> None:
-    # The runtime's environment, which model and buffers own, prints a message at its end.
-    with captured_messages():
-        for each in buffers:
-            each.clear()
-        model.close()
-        vars(model).clear()
+        with captured_messages() as said:
+            try:
+                for written in (False, True):
+                    with self._packed_file(made_of) as kept:
+                        if kept is not None and (kept.is_file() or not lazy):
+                            self._opened = opened(names, str(kept))
+                            break
+                        # All weights at once: a file that lacks some is of no use to later programs.
+                        if kept is None or written:
+                            self._opened = opened(None, IN_MEMORY)
+                            break
+                        opened(None, str(kept))
+            except ProgramError as error:
+                why = f"{one_line(error)}; {one_line(said())}"
+                raise ProgramError(f"{self._path}: LiteRT refuses it ({why}); export it again") from error
+        # The runtime frees what it made programs of.
+        give_back_memory()
+        assert self._opened is not None
+        return self._opened
+
+    def _caches_of(self, signature: Signature) -> tuple[Any, ...]:
+        """What programs that are opened together have in common: any request needs those that prefill and
+        decode, and few need others."""
+        needed = signature.kind in ("prefill", "decode")
+        return signature.level, signature.cache_tokens, "" if needed else signature.kind
+
+    def _packed_file(self, made_of: str) -> contextlib.AbstractContextManager[Path | None]:
+        if self._packed is None:
+            return contextlib.nullcontext()
+        return self._packed.opened(self._path.parent, self.manifest.precision, made_of)

@@ -17,7 +17,9 @@ from jaxllm.export.programs.executor import Accelerator, Executor
 from jaxllm.export.programs.runner import ProgramRunner, TokenChooser
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
+from jaxllm.serving.host.allocator import give_back_memory
 from jaxllm.serving.host.machine import memory_bytes, require_not_forked, watch_for_forks
+from jaxllm.serving.host.process_memory import give_back_libraries
 from jaxllm.serving.host.progress import Progress
 from jaxllm.serving.host.user_cache import buckets_bytes
 from jaxllm.serving.speculation.drafter import Drafter, NgramDrafter, require_same_kind
@@ -288,6 +290,8 @@ def open_program_model(
 
         stages = StagePrograms(executor.manifest, folder, times=times_path(executor.manifest))
     model = ProgramModel(executor, tokenizer, token_chooser, tiny_lm=tiny_lm, stages=stages)
+    give_back_memory()
+    give_back_libraries()
     model.load_ms = 1000 * (time.perf_counter() - began)
     return model
 

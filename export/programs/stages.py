@@ -23,7 +23,7 @@ from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, stage_name
 from jaxllm.export.folder_format.signature import KEYS, VALUES, lengthened
 from jaxllm.export.programs.executor import Executor
-from jaxllm.export.programs.litert import captured_messages
+from jaxllm.export.programs.litert_library import captured_messages
 from jaxllm.export.programs.runner import ProgramCache, ProgramRunner, TokenChooser, chunk_inputs
 from jaxllm.int8_prefill.schedule import (
     PROCESSORS,

@@ -121,6 +121,16 @@ def resident_of(address: int, size: int) -> int:
     return min(size, page * int(np.count_nonzero(entries >= _PRESENT)))
 
 
+def proportional_bytes(pid: int | str = "self") -> int:
+    """The proportional share of memory (PSS) of a process.
+
+    Raises:
+      OSError: the system has no /proc, or the process ended.
+    """
+    found = _PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_text())
+    return 0 if found is None else _KILOBYTE * int(found[1])
+
+
 def children_bytes() -> int:
     """The proportional share of memory (PSS) of all child processes and theirs.
 
@@ -133,8 +143,7 @@ def children_bytes() -> int:
         # A child may end at any time.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
             if folder.name != str(os.getpid()):
-                found = _PSS.search((folder / "smaps_rollup").read_text())
-                total += 0 if found is None else _KILOBYTE * int(found[1])
+                total += proportional_bytes(folder.name)
             for task in (folder / "task").iterdir():
                 todo += map(int, (task / "children").read_text().split())
     return total

@@ -1,10 +1,13 @@
 """One tiny elastic model, exported once in each way, and the live engine's answers."""
 
+from pathlib import Path
+
 import pytest
 
 from jaxllm import Engine
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
+from tests.export.device_library import Library, build
 from tests.export.models import CHUNKS, CONTEXT, OPTIONS, answers, write_elastic
 
 PLAN = ExportPlan(
@@ -49,3 +52,15 @@ def tflite(subject, tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs") / "tflite"
     _, sharing = export_tflite(subject, folder, PLAN)
     return folder, sharing
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """`libjaxllm_device` for this machine."""
+    litert = pytest.importorskip("ai_edge_litert")
+    return build(tmp_path_factory.mktemp("native"), Path(litert.__file__).parent / "libLiteRt.so")
+
+
+@pytest.fixture(scope="session")
+def library(built):
+    return Library(built)

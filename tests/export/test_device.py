@@ -31,7 +31,7 @@ from jaxllm.export.folder import write_loop
 from jaxllm.export.tflite import FILE, export_tflite
 
 CONFIG = GenerationConfig(max_tokens=12, ignore_eos=True)
-MOST_BYTES = 120 << 20  # Above the weights, at the peak.
+MOST_BYTES = 60 << 20  # Above weights and caches, at the peak of a later start.
 _DRAW = np.random.default_rng(3)
 PROMPTS = [_DRAW.integers(0, CFG.vocab_size, 1 + 2 * n).tolist() for n in range(20)]
 # What a device does, in an environment without JAX; prints one JSON object.
@@ -47,8 +47,7 @@ from jaxllm.serving.ground.speculation_options import SpeculationOptions
 config = GenerationConfig(max_tokens=12, ignore_eos=True)
 drafts = SpeculationOptions(drafter="ngram", pausing=False)
 engine = open_device(folder, threads=1)
-executor, out = engine.model.executor, {}
-ready = set(executor._buffers)
+out = {}
 out["plain"] = {
     level: [engine.stream(each, config, level=level).result().tokens for each in prompts]
     for level in engine.levels
@@ -60,7 +59,6 @@ out["drafted"] = [drafted.generate(each, config).tokens for each in prompts]
 out["verifications"] = drafted.speculation.counts.verifications
 by = open_device(folder, threads=1, drafts=SpeculationOptions(model=folder, pausing=False))
 out["folder"] = [by.generate(each, config).tokens for each in prompts[:8]]
-out["new_buffers"] = len(set(executor._buffers) - ready)
 out["installed"] = [each for each in ("jax", "jaxlib", "flax", "optax") if importlib.util.find_spec(each)]
 out["sources"] = sys.modules["jaxllm.serving.engine.engine"].__file__
 print(json.dumps(out))
@@ -114,7 +112,6 @@ def test_twenty_prompts_token_for_token(said, folder, live_engine):
     # Nothing of JAX or of the sources.
     assert said["installed"] == []
     assert said["sources"].startswith(str(folder / LOOP))
-    assert said["new_buffers"] == 0
 
 
 def test_the_folder_runs_by_itself(python, folder, tmp_path):

@@ -30,7 +30,6 @@ from tests.export.device_library import (
     Facts,
     File,
     Int,
-    Library,
     Objective,
     OnToken,
     Plan,
@@ -39,7 +38,6 @@ from tests.export.device_library import (
     Size,
     Text,
     array,
-    build,
 )
 from tests.export.models import CFG, CONFIG, CONTEXT, PROMPTS
 
@@ -50,16 +48,6 @@ LIBRARY = Path(litert.__file__).parent / "libLiteRt.so"
 FILES = (MANIFEST, TOKENIZER, CHAT, "model.tflite")
 DRAW = random.Random(5)
 BEGIN, SPECIAL = 1, 2
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("native"), LIBRARY)
-
-
-@pytest.fixture(scope="module")
-def library(built):
-    return Library(built)
 
 
 @pytest.fixture(scope="module")
@@ -248,7 +236,7 @@ def test_facts_of_a_device(library, device):
     library.call("device_facts", device, ctypes.byref(facts))
     assert (facts.name, facts.chat, facts.context_tokens, facts.drafts) == (b"tiny", b"", CONTEXT, 1)
     assert (facts.levels[: facts.level_count], facts.vocab_size) == ([40, FULL_LEVEL], CFG.vocab_size)
-    assert facts.cache_bytes == 4 * 4 * CFG.layers * CFG.kv_heads * CFG.head_dim * CONTEXT
+    assert facts.cache_bytes == 2 * 4 * CFG.layers * CFG.kv_heads * CFG.head_dim * CONTEXT
 
 
 def test_conversations_of_several_threads_alternate(library, device, live):

@@ -1,5 +1,7 @@
-"""The C library with sanitizers, for Arm in an emulator, and in Java's machine."""
+"""The C library with sanitizers, and in Java's machine."""
 
+import dataclasses
+import json
 import os
 import random
 import shutil
@@ -10,39 +12,21 @@ from pathlib import Path
 import pytest
 
 from jaxllm.config import FULL_LEVEL
-from jaxllm.export.device.opening import open_device
-from jaxllm.sampling import Sampling
-from jaxllm.serving.engine.request import GenerationConfig
-from tests.export.device_library import COMPILER, FLAGS, ROOT, build
-from tests.export.models import CFG, PROMPTS
+from jaxllm.export.folder_format.manifest import MANIFEST, Manifest
+from tests.export.device_answers import loop_answers
+from tests.export.device_library import COMPILER, FLAGS, ROOT, Refused, build
+from tests.export.models import CFG, CONTEXT, PROMPTS
 
 pytest.importorskip("litert_converter")
 litert = pytest.importorskip("ai_edge_litert")
 
 LIBRARY = Path(litert.__file__).parent / "libLiteRt.so"
-# Where `make test-arm` puts what an AArch64 wheel of LiteRT has.
-ARM_LIBRARY = Path(os.environ.get("JAXLLM_ARM_LITERT", "no")) / "libLiteRt.so"
-ARM_COMPILER, EMULATOR, ARM_ROOT = (
-    "aarch64-linux-gnu-g++",
-    "qemu-aarch64-static",
-    Path("/usr/aarch64-linux-gnu"),
-)
 HERE = Path(__file__).parent
 DRAW = random.Random(9)
 # Some with repetitions, for drafts.
 LINES = [[DRAW.randrange(CFG.vocab_size) for _ in range(1 + n)] * (1 + n % 3) for n in range(12)]
 LINES += [[DRAW.randrange(5) for _ in range(3 * n)] for n in range(1, 9)]
 LINES = [each[:26] for each in LINES]
-TEXT = "It's 12 o'clock,  na\u00efve \u4f60\u597d\n\n\U0001f600 \ufffd"
-# What a processor without SVE says of itself; LiteRT asks for it, and an emulator has that of its host.
-CPUINFO = """processor\t: 0
-Features\t: fp asimd aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm lrcpc dcpop asimddp
-CPU implementer\t: 0x41
-CPU architecture: 8
-CPU variant\t: 0x3
-CPU part\t: 0xd0c
-CPU revision\t: 1
-"""
 
 
 def check_program(folder, litert_library, *flags, compiler=COMPILER):
@@ -65,19 +49,7 @@ def run(*command, **options):
 @pytest.fixture(scope="module")
 def wanted(tflite):
     """What `device_check` prints, by the Python loop."""
-    loop, said = open_device(tflite[0], threads=1), []
-    for prompt in LINES:
-        tokens = {}
-        for kind, temperature in (("greedy", 0), ("drafted", 0), ("drawn", 1)):
-            config = GenerationConfig(
-                max_tokens=8, ignore_eos=True, sampling=Sampling(temperature=temperature, seed=3)
-            )
-            tokens[kind] = loop.generate(prompt, config).tokens
-        # One that continues is given its prompt again.
-        config = GenerationConfig(max_tokens=2, ignore_eos=True, sampling=config.sampling)
-        tokens["continued"] = loop.generate([*prompt, *tokens["drawn"], *prompt], config).tokens
-        said += [" ".join(map(str, [kind, *ids])) for kind, ids in tokens.items()]
-    return [*said, " ".join(map(str, ["encoded", *loop.tokenizer.encode(TEXT, special=False)]))]
+    return loop_answers(tflite[0], LINES)
 
 
 def answers(program, folder, tmp_path, *before, **options):
@@ -96,20 +68,34 @@ def test_sanitizers_find_nothing(tflite, wanted, tmp_path):
     assert "were still read" in run(program, tflite[0], 400, seed)
 
 
-@pytest.fixture(scope="module")
-def arm_program(tmp_path_factory):
-    if not ARM_LIBRARY.exists():
-        pytest.skip("JAXLLM_ARM_LITERT has no LiteRT for Arm (make test-arm-device)")
-    return check_program(tmp_path_factory.mktemp("arm"), ARM_LIBRARY.absolute(), compiler=ARM_COMPILER)
-
-
-@pytest.mark.parametrize("processor", ["neoverse-n1", "cortex-a76"])
-def test_answers_on_arm_are_those_here(arm_program, tflite, wanted, tmp_path, processor):
-    root = tmp_path / "root"
-    (root / "proc").mkdir(parents=True)
-    (root / "proc/cpuinfo").write_text(CPUINFO)
-    (root / "lib").symlink_to(ARM_ROOT / "lib")
-    assert answers(arm_program, tflite[0], tmp_path, EMULATOR, "-cpu", processor, "-L", root) == wanted
+def test_golden_answers_are_compared_once(library, tflite, tmp_path):
+    """A manifest of other answers stands for a runtime that computes otherwise."""
+    place, mark = shutil.copytree(tflite[0], tmp_path / "folder"), tmp_path / "passed"
+    manifest = Manifest.read(place)
+    (golden,) = (each for each in manifest.golden if each.level == FULL_LEVEL)
+    device = library.open(place)
+    library.call("check", device, None)
+    assert not mark.exists()
+    library.call("check", device, str(mark).encode())
+    stamp = mark.stat().st_mtime_ns
+    library.call("check", device, str(mark).encode())
+    assert mark.stat().st_mtime_ns == stamp
+    library.close(device)
+    other = dataclasses.replace(
+        golden, tokens=(*golden.tokens[:2], (golden.tokens[2] + 1) % CFG.vocab_size, *golden.tokens[3:])
+    )
+    dataclasses.replace(manifest, golden=(other,)).write(place)
+    device = library.open(place)
+    for _ in range(2):
+        with pytest.raises(Refused, match=rf"runtime: level 100 answers .* 3 is {golden.tokens[2]}, not"):
+            library.call("check", device, str(mark).encode())
+    library.close(device)
+    facts = json.loads((place / MANIFEST).read_text())
+    for bad in ({"level": 7}, {"prompt": []}, {"tokens": [CFG.vocab_size]}, {"prompt": [1] * CONTEXT}):
+        harmed = facts | {"golden": [facts["golden"][0] | bad]}
+        (place / MANIFEST).write_text(json.dumps(harmed))
+        with pytest.raises(Refused, match="damaged: "):
+            library.open(place)
 
 
 def test_java(tflite, live, tmp_path):

@@ -1,5 +1,6 @@
 """TFLite models: what LiteRT answers, in which arithmetic, and how many bytes they take."""
 
+import contextlib
 import dataclasses
 import shutil
 from collections import Counter
@@ -13,6 +14,7 @@ from jaxllm.errors import ConfigError, JaxllmError, ProgramError
 from jaxllm.export.folder_format.manifest import Manifest, StoredFile
 from jaxllm.export.folder_format.parts import LEFT, RIGHT
 from jaxllm.export.programs.litert import LiteRtExecutor, PackedFolder
+from jaxllm.export.programs.litert_library import keep_programs
 from jaxllm.export.programs.model import ProgramModel, open_program
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
@@ -94,6 +96,37 @@ def test_packed_weights_of_levels_are_not_taken_for_one_another(tflite, live, tm
             assert answers(Engine(ProgramModel(executor, engine.tokenizer), level)) == live[level]
         (packed,) = tmp_path.iterdir()
         assert packed.stat().st_size > 10_000
+
+
+def test_programs_are_opened_when_they_run(tflite, live, tmp_path, engine):
+    """Those of one level and length together; the others' part of the file is none."""
+    manifest, store = Manifest.read(tflite[0]), PackedFolder(tmp_path, limit_bytes=1 << 30)
+    executor, counts = LiteRtExecutor(manifest, tflite[0], threads=1, packed=store), []
+    for level in (100, 40, 100):
+        assert answers(Engine(ProgramModel(executor, engine.tokenizer), level)) == live[level]
+        counts.append(len(executor.opened_names))
+    assert 2 <= counts[0] < counts[1] == counts[2] < len(manifest.signatures)
+    # Those that nobody stores packed are all open at once, over one copy.
+    assert len(LiteRtExecutor(manifest, tflite[0], stores=False).opened_names) == len(manifest.signatures)
+
+
+def test_programs_are_kept_in_place(tflite):
+    raw, draw = (tflite[0] / FILE).read_bytes(), np.random.default_rng(2)
+    names = [each.name for each in Manifest.read(tflite[0]).signatures]
+    for wanted in ({names[0]}, {names[-1], names[2]}, set()):
+        model = bytearray(raw)
+        keep_programs(model, wanted)
+        assert len(model) == len(raw)
+        assert operators(bytes(model)) == {
+            name: found for name, found in operators(raw).items() if name in wanted
+        }
+    end = raw.index(b"TFL3") + 4096
+    for _ in range(300):
+        model = bytearray(raw)
+        for at in draw.integers(0, end, 3):
+            model[at] = draw.integers(0, 256)
+        with contextlib.suppress(ProgramError):
+            keep_programs(model[: draw.integers(8, len(raw))], {names[0]})
 
 
 def test_weights_are_stored_once(tflite, subject):
@@ -224,7 +257,7 @@ def test_a_corrupt_model(tflite, tmp_path):
     with pytest.raises(ProgramError, match="checksum"):
         LiteRtExecutor(manifest, tmp_path)
     files = {**manifest.files, FILE: StoredFile.of(tmp_path / FILE)}
-    with pytest.raises(ProgramError, match="LiteRT refuses it"):
+    with pytest.raises(ProgramError, match="is damaged"):
         LiteRtExecutor(dataclasses.replace(manifest, files=files), tmp_path)
 
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -29,6 +30,7 @@ from jaxllm.contexts.codecs import RAW, WIDTHS
 from jaxllm.errors import ConfigError
 from jaxllm.export.device.opening import (
     device_profile,
+    longest_cache_bytes,
     needed_bytes,
     open_device,
     profile_path,
@@ -44,7 +46,7 @@ from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.engine.step import Answer
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.machine import process_age_ms
-from jaxllm.serving.host.process_memory import process_memory
+from jaxllm.serving.host.process_memory import process_memory, proportional_bytes
 from jaxllm.text.prompts import Prompt
 
 _BUDGET = "256MB"
@@ -323,12 +325,28 @@ def serve_command(choice: _Choice, host: str, port: int, model_sampling: bool, *
 
 
 @device.command("facts")
+@click.option(
+    "--calls",
+    type=click.IntRange(0, 100_000),
+    default=0,
+    help="First answer so many calls as a service, of several lengths, with objectives and without.  "
+    "[default: 0, which is one answer of 2 tokens]",
+)
 @json_option
 @click.pass_obj
-def facts_command(choice: _Choice, as_json: bool) -> None:
+def facts_command(choice: _Choice, calls: int, as_json: bool) -> None:
     """Open the folder and report the times of the imports and in total, and memory."""
-    engine = choice.open()
-    engine.generate("a", GenerationConfig(max_tokens=2, ignore_eos=True))
+    if calls:
+        service = choice.serve(None, 0, RAW)
+        engine = service.engine
+        context = engine.model.executor.manifest.context_tokens
+        words = int(64 * context / len(engine.tokenizer.encode("a " * 64)))
+        shares = itertools.product((None, "<50,80>"), (64, 16, 4, 2))
+        for slo, share in itertools.islice(itertools.cycle(shares), calls):
+            service.call("a " * max(1, words // share), slo=slo, max_tokens=max(1, context // 8)).result()
+    else:
+        engine = choice.open()
+        engine.generate("a", GenerationConfig(max_tokens=2, ignore_eos=True))
     facts = _costs(choice, engine)
     if as_json:
         print_json(facts)
@@ -367,6 +385,7 @@ def _costs(choice: _Choice, engine: Engine[ProgramModel]) -> dict[str, Any]:
         "import_ms": None if choice.imported_ms is None else round(choice.imported_ms),
         "age_ms": None if age_ms is None else round(age_ms),
         "weights_bytes": weights_bytes(manifest, staged=choice.processors > 1),
+        "cache_bytes": longest_cache_bytes(manifest),
         "planned_bytes": needed_bytes(manifest, staged=choice.processors > 1),
     }
     try:
@@ -374,4 +393,8 @@ def _costs(choice: _Choice, engine: Engine[ProgramModel]) -> dict[str, Any]:
     except ConfigError:
         # Available on Linux only.
         return facts
-    return facts | {"peak_memory_bytes": memory.peak, "anonymous_bytes": memory.anonymous}
+    return facts | {
+        "peak_memory_bytes": memory.peak,
+        "proportional_bytes": proportional_bytes(),
+        "anonymous_bytes": memory.anonymous,
+    }

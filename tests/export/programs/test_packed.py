@@ -8,7 +8,8 @@ from unittest.mock import Mock
 import pytest
 
 from jaxllm.export.programs import litert as packed_weights
-from jaxllm.export.programs.litert import PackedFolder, captured_messages
+from jaxllm.export.programs.litert import PackedFolder
+from jaxllm.export.programs.litert_library import captured_messages
 
 
 def packed(folder, program, made_of, content, width="int8", limit=1000):
