@@ -73,8 +73,6 @@ Manifest ReadManifest(const Json& file) {
         to->push_back(static_cast<int32_t>(tokens[at].integer(name, 0, vocab->second - 1)));
       Require(!to->empty(), JAXLLM_DAMAGED, "a golden answer has no tokens; export the model again");
     }
-    Require(golden.prompt.size() + golden.tokens.size() <= static_cast<size_t>(found.context_tokens),
-            JAXLLM_DAMAGED, "a golden answer is longer than the context; export the model again");
     found.golden.push_back(std::move(golden));
   }
   return found;
