@@ -1,4 +1,5 @@
-"""The kernels for Arm: the wheel as setup.py builds it with a cross compiler, and `native_check` of its objects."""
+"""The kernels for Arm: the wheel that setup.py builds with a cross compiler, and `native_check` of its
+objects."""
 
 import os
 import sys
@@ -37,10 +38,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("arm")
     c_compiler = COMPILER.replace("g++", "gcc")
     run(
-        *(sys.executable, "setup.py", "egg_info", "--egg-base", folder, "build", "--build-base", folder / "build"),
-        *("bdist_wheel", "--bdist-dir", folder / "wheel", "--dist-dir", folder / "dist"),
+        *(sys.executable, "setup.py", "egg_info", "--egg-base", folder, "build", "--build-base"),
+        # Else all is compiled a second time.
+        *(folder / "build", "bdist_wheel", "--skip-build", "--bdist-dir", folder / "wheel"),
+        *("--dist-dir", folder / "dist"),
         _PYTHON_HOST_PLATFORM="linux-aarch64", JAXLLM_NATIVE="1", CC=c_compiler, CXX=COMPILER,
         LDSHARED=f"{c_compiler} -shared", LDCXXSHARED=f"{COMPILER} -shared",
+        # By the headers of the jaxlib that it will run beside.
+        PYTHONPATH=str(ARM / "site"),
     )  # fmt: skip
     return folder
 
