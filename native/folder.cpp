@@ -64,13 +64,12 @@ Manifest ReadManifest(const Json& file) {
   if (file.absent("golden")) return found;
   for (const Json& each : file["golden"].list("golden")) {
     GoldenAnswer golden{static_cast<int>(each["level"].integer("level", 1, kWhole)), {}, {}};
-    auto vocab = found.vocab_sizes.find(golden.level);
-    Require(vocab != found.vocab_sizes.end() && found.golden.size() < kWhole, JAXLLM_DAMAGED,
+    Require(found.vocab_sizes.count(golden.level) && found.golden.size() < kWhole, JAXLLM_DAMAGED,
             "a golden answer is of no level; export the model again");
     for (auto [name, to] : {std::pair("prompt", &golden.prompt), std::pair("tokens", &golden.tokens)}) {
       const std::vector<Json>& tokens = each[name].list(name);
       for (size_t at = 0; at < std::min<size_t>(tokens.size(), kMostTokens); ++at)
-        to->push_back(static_cast<int32_t>(tokens[at].integer(name, 0, vocab->second - 1)));
+        to->push_back(static_cast<int32_t>(tokens[at].integer(name, 0, kMostTokens)));
       Require(!to->empty(), JAXLLM_DAMAGED, "a golden answer has no tokens; export the model again");
     }
     found.golden.push_back(std::move(golden));

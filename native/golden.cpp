@@ -23,7 +23,10 @@ std::string Runtime() {
   return std::to_string(facts.st_size) + " " + std::to_string(facts.st_mtime);
 }
 
-void RequireSame(Programs& programs, const GoldenAnswer& golden) {
+void RequireSame(Programs& programs, const GoldenAnswer& golden, int vocab) {
+  for (const auto* tokens : {&golden.prompt, &golden.tokens})
+    for (int32_t each : *tokens)
+      Require(each < vocab, JAXLLM_DAMAGED, "a golden answer is of no vocabulary; export the model again");
   size_t positions = golden.prompt.size() + golden.tokens.size();
   std::vector<int> rooms = programs.Rooms(golden.level);
   auto fits = std::lower_bound(rooms.begin(), rooms.end(), static_cast<int>(positions));
@@ -72,7 +75,8 @@ void RequireGolden(Programs& programs, const Manifest& manifest, const char* pat
     text.resize(static_cast<size_t>(file.gcount()));
     if (text == head) return;
   }
-  for (const GoldenAnswer& each : manifest.golden) RequireSame(programs, each);
+  for (const GoldenAnswer& each : manifest.golden)
+    RequireSame(programs, each, manifest.vocab_sizes.at(each.level));
   if (path) WriteFile(path, head);
 }
 

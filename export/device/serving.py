@@ -11,6 +11,8 @@ from jaxllm.errors import ConfigError
 from jaxllm.export.device.opening import longest_cache_bytes, needed_bytes, weights_bytes
 from jaxllm.export.device.service import ProgramService
 from jaxllm.serving.contexts.context import ContextCall
+from jaxllm.serving.host.allocator import give_back_memory
+from jaxllm.serving.host.process_memory import give_back_libraries
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.context_turns import ContextTurns
 from jaxllm.serving.server.executor import Executor
@@ -75,6 +77,9 @@ class OpenedPrograms:
         )
         backend.opened(executor, model_sampling=self.model_sampling)
         executor.start()
+        # What only the start has used.
+        give_back_memory()
+        give_back_libraries()
 
     def _scheduler(self) -> SchedulerOptions:
         manifest, running = self.service.engine.model.executor.manifest, _RUNNING

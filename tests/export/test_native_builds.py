@@ -15,7 +15,7 @@ from jaxllm.config import FULL_LEVEL
 from jaxllm.export.folder_format.manifest import MANIFEST, Manifest
 from tests.export.device_answers import loop_answers
 from tests.export.device_library import COMPILER, FLAGS, ROOT, Refused, build
-from tests.export.models import CFG, PROMPTS
+from tests.export.models import CFG, CONTEXT, PROMPTS
 
 pytest.importorskip("litert_converter")
 litert = pytest.importorskip("ai_edge_litert")
@@ -91,11 +91,19 @@ def test_golden_answers_are_compared_once(library, tflite, tmp_path):
             library.call("check", device, str(mark).encode())
     library.close(device)
     facts = json.loads((place / MANIFEST).read_text())
-    for bad in ({"level": 7}, {"prompt": []}, {"tokens": [CFG.vocab_size]}):
+    for bad in ({"level": 7}, {"prompt": []}, {"tokens": [CFG.vocab_size]}, {"prompt": [1] * CONTEXT}):
         harmed = facts | {"golden": [facts["golden"][0] | bad]}
         (place / MANIFEST).write_text(json.dumps(harmed))
-        with pytest.raises(Refused, match="damaged: "):
-            library.open(place)
+        with pytest.raises(Refused, match=r"damaged: .*golden answer"):
+            checked(library, place)
+
+
+def checked(library, folder):
+    device = library.open(folder)
+    try:
+        library.call("check", device, None)
+    finally:
+        library.close(device)
 
 
 def test_java(tflite, live, tmp_path):

@@ -51,7 +51,7 @@ from jaxllm.text.prompts import Prompt
 
 _BUDGET = "256MB"
 # Additional packages of `serve`.
-SERVING_PACKAGES = "httptools msgspec prometheus_client starlette uvicorn uvloop"
+SERVING_PACKAGES = "cryptography httptools msgspec prometheus_client starlette uvicorn uvloop"
 
 
 @dataclasses.dataclass(frozen=True)
