@@ -32,7 +32,7 @@ _READ, _WRITE = 0, 1
 IN_MEMORY = ":memory"
 # Of LiteRT's numbers of element types, those of programs' arrays.
 _TYPES = {1: np.float32, 2: np.int32, 3: np.uint8, 6: np.bool_, 9: np.int8, 10: np.float16}
-# Fields of tables in a model's file.
+# Fields in a model's file.
 _SUBGRAPHS, _SIGNATURES = 2, 7
 _KEY, _SUBGRAPH = 2, 4
 # A subgraph's tensors, inputs, outputs and operators.
@@ -331,7 +331,7 @@ def keep_programs(model: Any, names: Collection[str]) -> None:
 
 
 def _signature_tables(model: Any) -> dict[str, int]:
-    """The tables of a model's signatures, by name."""
+    """The places of a model's signatures, by name."""
     found = {}
     with _damage():
         for table in _places(model, _list(model, _number(model, 0), _SIGNATURES)):
@@ -353,7 +353,7 @@ def _number(model: Any, place: int) -> int:
 
 
 def _field(model: Any, table: int, index: int) -> int:
-    """The place of a table's field; 0 if it is absent."""
+    """The place of a record's field; 0 if it is absent."""
     facts = table - struct.unpack_from("<i", model, table)[0]
     at = 4 + 2 * index
     (offset,) = struct.unpack_from("<H", model, facts + at) if at < _number(model, facts) & 0xFFFF else (0,)
@@ -361,12 +361,12 @@ def _field(model: Any, table: int, index: int) -> int:
 
 
 def _list(model: Any, table: int, index: int) -> int:
-    """The place of the vector or string that a table's field refers to; 0 if it is absent."""
+    """The place of the vector or string that a record's field refers to; 0 if it is absent."""
     field = _field(model, table, index)
     return field + _number(model, field) if field else 0
 
 
 def _places(model: Any, vector: int) -> list[int]:
-    """The places of a vector's tables."""
+    """The places of a vector's records."""
     slots = range(vector + 4, vector + 4 + 4 * _number(model, vector), 4)
     return [each + _number(model, each) for each in slots]
