@@ -299,7 +299,7 @@ def program_names(file: int) -> set[str]:
       ProgramError: the file is damaged.
     """
     with mmap.mmap(file, 0, access=mmap.ACCESS_READ) as model:
-        return set(_signature_tables(model))
+        return set(_signature_records(model))
 
 
 def keep_programs(model: Any, names: Collection[str]) -> None:
@@ -312,31 +312,31 @@ def keep_programs(model: Any, names: Collection[str]) -> None:
     Raises:
       ProgramError: the bytes are damaged.
     """
-    tables = _signature_tables(model)
-    kept = [table for name, table in tables.items() if name in names]
+    records = _signature_records(model)
+    kept = [record for name, record in records.items() if name in names]
     with _damage():
         subgraphs = _places(model, _list(model, _number(model, 0), _SUBGRAPHS))
         # Absent, it is the first.
         used = {
-            table: _number(model, field) if (field := _field(model, table, _SUBGRAPH)) else 0
-            for table in tables.values()
+            record: _number(model, field) if (field := _field(model, record, _SUBGRAPH)) else 0
+            for record in records.values()
         }
-        for index in set(used.values()) - {used[table] for table in kept}:
+        for index in set(used.values()) - {used[record] for record in kept}:
             for each in _LISTS:
                 if place := _list(model, subgraphs[index], each):
                     struct.pack_into("<I", model, place, 0)
         vector = _list(model, _number(model, 0), _SIGNATURES)
-        offsets = [table - (vector + 4 + 4 * index) for index, table in enumerate(kept)]
+        offsets = [record - (vector + 4 + 4 * index) for index, record in enumerate(kept)]
         struct.pack_into(f"<{1 + len(kept)}I", model, vector, len(kept), *offsets)
 
 
-def _signature_tables(model: Any) -> dict[str, int]:
+def _signature_records(model: Any) -> dict[str, int]:
     """The places of a model's signatures, by name."""
     found = {}
     with _damage():
-        for table in _places(model, _list(model, _number(model, 0), _SIGNATURES)):
-            key = _list(model, table, _KEY)
-            found[bytes(model[key + 4 : key + 4 + _number(model, key)]).decode()] = table
+        for record in _places(model, _list(model, _number(model, 0), _SIGNATURES)):
+            key = _list(model, record, _KEY)
+            found[bytes(model[key + 4 : key + 4 + _number(model, key)]).decode()] = record
     return found
 
 
@@ -352,17 +352,17 @@ def _number(model: Any, place: int) -> int:
     return struct.unpack_from("<I", model, place)[0]
 
 
-def _field(model: Any, table: int, index: int) -> int:
+def _field(model: Any, record: int, index: int) -> int:
     """The place of a record's field; 0 if it is absent."""
-    facts = table - struct.unpack_from("<i", model, table)[0]
+    facts = record - struct.unpack_from("<i", model, record)[0]
     at = 4 + 2 * index
     (offset,) = struct.unpack_from("<H", model, facts + at) if at < _number(model, facts) & 0xFFFF else (0,)
-    return table + offset if offset else 0
+    return record + offset if offset else 0
 
 
-def _list(model: Any, table: int, index: int) -> int:
+def _list(model: Any, record: int, index: int) -> int:
     """The place of the vector or string that a record's field refers to; 0 if it is absent."""
-    field = _field(model, table, index)
+    field = _field(model, record, index)
     return field + _number(model, field) if field else 0
 
 
