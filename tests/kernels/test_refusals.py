@@ -372,8 +372,8 @@ CALLS |= {
     "row_attention": Call(
         "row_attention", {"y": "q"} | {f"new {name}": name for name in OWN}, ROWS | OWN, None,
         {"scale": F32(1), "softcap": F32(0), "window": I64(0)},
-        "queries must be; do not fit the queries; cosines and sines; positions, and; sink logits; another shape; "
-        "cache is missing; cache does not fit; out of range",
+        "queries must be; do not fit the queries; cosines and sines; positions, and; sink logits; "
+        "another shape; cache is missing; cache does not fit; out of range",
         f"heads none, sinks none, k flat, v flat, positions high, window 3, window {1 << 62}",
     ),
     "document_attention": Call(
@@ -391,7 +391,8 @@ CALLS |= {
     ),
     "draw": Call(
         "draw", {"y": zeros(4, dtype=I32)},
-        {"x": X, "floats": zeros(2, 3), "ints": zeros(2, 2, dtype=I32), "seed": zeros(2, 2, dtype=U32)}, None, {},
+        {"x": X, "floats": zeros(2, 3), "ints": zeros(2, 2, dtype=I32), "seed": zeros(2, 2, dtype=U32)},
+        None, {},
         "rows must be; top_k and; temperature, top_p; seeds must be; one int32 for each row",
         "x less 1, ints low, ints high",
     ),

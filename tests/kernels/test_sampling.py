@@ -60,8 +60,8 @@ def test_noise_is_that_of_jax(seed):
 def options_of(shape, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=(1, 2), drawn=0):
     state = sampler_state(Sampling(temperature=1.0), (), shape[1], 0)
     return dataclasses.replace(
-        state, counts=np.zeros(shape, np.int32), temperature=np.float32(temperature), top_k=np.int32(top_k), top_p=np.float32(top_p),
-        min_p=np.float32(min_p), seed=np.array(seed, np.uint32), drawn=np.int32(drawn),
+        state, counts=np.zeros(shape, np.int32), temperature=np.float32(temperature),
+        top_k=np.int32(top_k), top_p=np.float32(top_p), min_p=np.float32(min_p), seed=np.array(seed, np.uint32), drawn=np.int32(drawn),
     )  # fmt: skip
 
 
@@ -102,7 +102,8 @@ def test_no_token_is_drawn_from_what_is_not_finite(wrong):
     x = np.random.default_rng(0).normal(size=(3, 700)).astype(np.float32)
     x[1, 333], x[2] = wrong, -np.inf
     for got in answers(drawn_by(options_of(x.shape, top_p=0.9)), x).values():
-        assert got[0] >= 0 and (got[1:] == NO_TOKEN).all()
+        assert got[0] >= 0
+        assert (got[1:] == NO_TOKEN).all()
 
 
 @needs_native
