@@ -61,7 +61,8 @@ def options_of(shape, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=(1, 2
     state = sampler_state(Sampling(temperature=1.0), (), shape[1], 0)
     return dataclasses.replace(
         state, counts=np.zeros(shape, np.int32), temperature=np.float32(temperature),
-        top_k=np.int32(top_k), top_p=np.float32(top_p), min_p=np.float32(min_p), seed=np.array(seed, np.uint32), drawn=np.int32(drawn),
+        top_k=np.int32(top_k), top_p=np.float32(top_p), min_p=np.float32(min_p),
+        seed=np.array(seed, np.uint32), drawn=np.int32(drawn),
     )  # fmt: skip
 
 
