@@ -76,7 +76,7 @@ _BY_CODE: dict[str | int, type[JaxllmError]] = {
     "template_error": TemplateError, "objective_missed": ObjectiveMissed, "budget_exceeded": BudgetExceeded,
     422: ObjectiveMissed, 507: BudgetExceeded, 400: ConfigError, 404: ConfigError, 413: ConfigError,
 }  # fmt: skip
-_BUSY = ("queue_full", "loading", "draining", "not_ready", "context_busy", 409, 429, 503)
+_BUSY = ("BUSY", "loading", "draining", "not_ready", "context_busy", 409, 429, 503)
 
 
 class Answer:

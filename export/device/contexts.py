@@ -71,6 +71,11 @@ class ProgramContexts(Contexts):
         chunk_ios = {level: ProgramChunks(engine.runner_at(level), bits) for level in engine.levels}
         super().__init__(engine, options, chunk_ios)
 
+    @property
+    def chunk_ios(self) -> list[ChunkAccess]:
+        """The chunks of each level."""
+        return [*self._chunk_io.values()]
+
     def _origin(self, level: int | None, record: Record | None = None) -> Origin:
         del record
         origin = self._chunk_io[self.engine.runner_at(level).level].origin

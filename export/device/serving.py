@@ -1,11 +1,12 @@
 """Serves the programs of a folder by the one server: scheduler, engine's thread, limits, sockets, metrics.
 
-    run(ServerOptions(http="127.0.0.1:8000", batch_rows=()), lambda _: OpenedPrograms(service))
+    run(device_options(), lambda _: OpenedPrograms(service))
 
 Requires the packages of `pip install 'jaxllm[serve]'`, and no JAX.
 """
 
 import dataclasses
+from pathlib import Path
 
 from jaxllm.errors import ConfigError
 from jaxllm.export.device.opening import longest_cache_bytes, needed_bytes, weights_bytes
@@ -17,12 +18,45 @@ from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.context_turns import ContextTurns
 from jaxllm.serving.server.executor import Executor
 from jaxllm.serving.server.job import ContextTurn
-from jaxllm.serving.server.memory import ServiceMemory
+from jaxllm.serving.server.memory import ServiceMemory, contexts_holding
 from jaxllm.serving.server.scheduler import SchedulerOptions
+from jaxllm.serving.server.service_options import ServerOptions, read_options
 
 _PREFIX_BYTES = 64 << 20
 # Maximum number of answers that run at a time: each has caches of its own.
 _RUNNING = 4
+
+
+# Options of the service that programs have; others are of a bundle's engine, or of the command line.
+_OPTIONS = frozenset({
+    "http", "socket", "socket_mode", "remote", "keys", "api_key", "hosts", "origins", "localhost_pages",
+    "apps", "strict_fields", "log_level", "drain_s", "limits", "objectives",
+})  # fmt: skip
+
+
+def device_options(path: Path | None = None) -> ServerOptions:
+    """Options of a service of programs, of a TOML file if there is one (see `read_options`).
+
+    Raises:
+      ConfigError: see `read_options`; or the file has an option that programs do not.
+    """
+    # Programs have a batch of one.
+    plain = ServerOptions(batch_rows=())
+    if path is None:
+        return plain
+    try:
+        options = read_options(path, batch_rows=())
+    except ImportError as error:  # Of what checks options of engines.
+        raise ConfigError(
+            f"{path}: exported programs have neither batches nor adapters as options"
+        ) from error
+    for field in dataclasses.fields(plain):
+        if field.name not in _OPTIONS and getattr(options, field.name) != getattr(plain, field.name):
+            raise ConfigError(
+                f"{path}: exported programs have no option {field.name}; a file of options for them has "
+                f"{', '.join(sorted(_OPTIONS))}"
+            )
+    return options
 
 
 @dataclasses.dataclass
@@ -64,6 +98,7 @@ class OpenedPrograms:
         # With a limit all memory is for running answers.
         memory = ServiceMemory(
             prefix_bytes=0 if self.memory_bytes else _PREFIX_BYTES,
+            holdings=[] if stored is None else [contexts_holding(stored, stored.chunk_ios)],
             weights_bytes=lambda: weights_bytes(engine.model.executor.manifest),
             app_bytes=lambda app: backend.limits_of(app).prefix_bytes,
         )

@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from jaxllm.cli.lazy import EngineCommand
-from jaxllm.cli.shared_options import named_folders_option, path_option
+from jaxllm.cli.shared_options import listening_options, named_folders_option, path_option
 from jaxllm.errors import ConfigError
 from jaxllm.option_types import Size
 
@@ -31,19 +31,7 @@ PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheu
     metavar="TOKENS",
     help="Maximum number of tokens of prompt and answer together.  [default: the model's window, up to 2048]",
 )
-@click.option(
-    "--http",
-    metavar="HOST:PORT",
-    help="Listen on a TCP address; port 0 chooses a free one.  [default: 127.0.0.1:8080 without --socket]",
-)
-@path_option("--socket", metavar="PATH", help="Listen on a Unix socket.")
-@click.option(
-    "--api-key",
-    metavar="KEY",
-    envvar="JAXLLM_API_KEY",
-    help="Require this key over HTTP, or one of `jaxllm keys`. Other users of this machine can read command "
-    "lines: set $JAXLLM_API_KEY instead.  [default: keys of `jaxllm keys` alone]",
-)
+@listening_options
 @click.option(
     "--localhost-pages",
     is_flag=True,
@@ -109,11 +97,6 @@ PACKAGES = ("starlette", "uvicorn", "uvloop", "httptools", "msgspec", "prometheu
     "--log-level",
     type=click.Choice(["debug", "info", "warning", "error"]),
     help="Minimum log level (requests are logged at info).  [default: info]",
-)
-@path_option(
-    "--config",
-    help="Options in TOML; the command line overrides them. SIGHUP reloads limits, objectives and "
-    "context_budget.",
 )
 def serve_command(config: Path | None, adapter: dict[str, Path], **given: Any) -> None:
     """Serve a model to the apps of this device.

@@ -101,6 +101,29 @@ model_sampling_option = click.option(
     "[default: on]",
 )
 
+listening_options = combined(
+    click.option(
+        "--http",
+        metavar="HOST:PORT",
+        help="Listen on a TCP address; port 0 chooses a free one.  [default: 127.0.0.1:8080 without "
+        "--socket]",
+    ),
+    path_option("--socket", metavar="PATH", help="Listen on a Unix socket."),
+    click.option(
+        "--api-key",
+        metavar="KEY",
+        envvar="JAXLLM_API_KEY",
+        help="Require this key over HTTP, or one of `jaxllm keys`. Other users of this machine can read "
+        "command lines: set $JAXLLM_API_KEY instead.  [default: keys of `jaxllm keys` alone]",
+    ),
+    path_option(
+        "--config",
+        help="Options in TOML; the command line overrides them. SIGHUP reloads limits, objectives and "
+        "context_budget.",
+    ),
+)
+"""Where a service listens, and its file of options."""
+
 running_options = click_options(
     ModelChoice,
     *("memory", "draft", "prefill", "processors", "integer_device", "most_loss", "expert_loss", "program"),

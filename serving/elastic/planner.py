@@ -82,10 +82,13 @@ class Load:
     Attributes:
       waiting_ms: past and expected time from the request to its first token in which others use the device.
       token_share: time per further token, relative to that of an unloaded device.
+      work_share: maximum times of an answer, relative to those of the whole model on an idle device: less
+        than 1 while the device is hot.
     """
 
     waiting_ms: float = 0.0
     token_share: float = 1.0
+    work_share: float = 1.0
 
 
 IDLE = Load()
@@ -426,7 +429,10 @@ def _loaded_overrun(objective: Objective, cost: Cost, whole: Cost, load: Load, f
         tpot_ms=tpot * load.token_share * cost.tpot_ms,
         joules=None if cost.joules is None else energy * cost.joules,
     )
-    return overrun(objective, planned, whole)
+    excess = overrun(objective, planned, whole)
+    if load.work_share == 1:
+        return excess
+    return np.maximum(excess, overrun(Slo(ttft=load.work_share, tpot=load.work_share), cost, whole))
 
 
 def _largest(allowed: np.ndarray) -> tuple[int, int]:

@@ -468,7 +468,7 @@ class GrammarCompiler:
         for package in ("llguidance", "jsonschema"):
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(
-                    f"grammars need the package {package}; install it with: pip install 'jaxllm[serve]'"
+                    f"grammars need the package {package}; install it with: pip install {package}"
                 )
         files = self._tokenizer.files
         if not is_ordinary(files.tokenizer_json):

@@ -53,7 +53,7 @@ def unmet(grammar: Grammar, text: str, *, whole: bool = False) -> str | None:
     if grammar.kind != "json_schema" or not (whole or large or _PARTLY.search(grammar.text)):
         return None
     if importlib.util.find_spec("jsonschema") is None:
-        return "not checked: answers are validated by the package jsonschema; pip install 'jaxllm[serve]'"
+        return "not checked: answers are validated by the package jsonschema; pip install jsonschema"
     package = str(Path(__file__).absolute().parents[3])
     command = [sys.executable, "-I", "-c", _BOOT, json.dumps([package, *filter(None, sys.path)])]
     try:

@@ -36,7 +36,7 @@ from jaxllm.serving.server.calls import (
 )
 from jaxllm.serving.server.executor import Executor
 from jaxllm.serving.server.job import Job
-from jaxllm.serving.server.limits import AppLimits, Bindings, Limiter, Limits
+from jaxllm.serving.server.limits import AppLimits, Bindings, Limiter, Limits, Reserved
 from jaxllm.serving.server.logs import CURRENT
 from jaxllm.serving.server.metrics import Metrics
 from jaxllm.serving.server.start import StartProgress
@@ -48,6 +48,8 @@ from jaxllm.text.tokenizer import Tokenizer
 _STUCK_S = 120.0
 # Timeout of the engine's answer to a readiness request.
 _CANARY_S = 10.0
+# Time in which a device may cool.
+_COOL_S = 60.0
 # Maximum number of tokens whose bytes are cached.
 _MOST_KNOWN = 1 << 18
 # Maximum number of tokens of a prompt that is truncated.
@@ -136,6 +138,8 @@ class Backend:
         """
         try:
             executor, call = self.require_executor(), self.bindings.applied(call)
+            if not self._in_foreground(call.app):
+                call = dataclasses.replace(call, priority="background")
             call, tokens = self._counted(call)
             count, now_s = call.config.max_tokens, time.monotonic()
             reserved = self.limiter.admit(call.app, prompt_tokens=tokens, max_tokens=count, now_s=now_s)
@@ -157,11 +161,26 @@ class Backend:
         """An app's limits now. From any thread."""
         return self.limiter.limits.of(app)
 
+    def _in_foreground(self, app: str) -> bool:
+        """Whether an app is in the foreground, as all are if the device's system reports none. Raises Refused
+        if it may not call now."""
+        state = self.require_executor().device
+        if state.work_share == 0:
+            message = f"the device is too hot to compute (thermal state {state.thermal}); try again later"
+            raise Refused(message, reason="hot", retry_after_s=_COOL_S)
+        if state.foreground is None or app not in state.foreground:
+            if self.limits_of(app).foreground_only:
+                message = f"the app {app} may call in the foreground alone, and is not there now"
+                raise Refused(message, reason="background")
+            return state.foreground is None
+        return True
+
     def _counted(self, call: Call) -> tuple[Call, int]:
         """The call with its encoded prompt and the number of prompt tokens, if the app's tokens are limited;
         the executor encodes other prompts once it has room for them. A turn in a context only counts its
         messages, since the context's tokens were counted when they came."""
-        if not self.limits_of(call.app).tokens_per_minute:
+        limits = self.limits_of(call.app)
+        if not limits.tokens_per_minute and not limits.tokens_per_day:
             return call, 0
         tokenizer = self._tokenizer()
         if call.context:
@@ -170,7 +189,7 @@ class Backend:
         # Ids without rows would lose the prompt embeddings of images.
         return (call if images_of(call.prompt) else dataclasses.replace(call, prompt=prompt)), len(prompt)
 
-    def _account(self, job: Job, reserved: int, event: Event | JaxllmError | None) -> None:
+    def _account(self, job: Job, reserved: Reserved, event: Event | JaxllmError | None) -> None:
         """Counts an event of a call when its reader gets it (see `Job.on_event`)."""
         app, start = job.app, job.started
         match event:
@@ -240,6 +259,7 @@ class Backend:
         """The mean of the last layer's hidden states over each prompt's tokens, normalized; one chunk at a
         time, so that answers continue."""
         scorer, runner = self._scorer()
+        self._in_foreground(app)
         found = []
         for prompt in prompts:
             embedding = scorer.embedding(prompt)
@@ -268,6 +288,7 @@ class Backend:
             raise Refused(f"{self._scoring_waits} texts wait to be scored, the maximum", reason="full")
         scoring = scorer.scoring(text.tokens, text.ends, top=text.top)
         try:
+            self._in_foreground(app)
             reserved = self.limiter.admit(app, prompt_tokens=count, max_tokens=0, now_s=now_s)
         except Refused as error:
             self.metrics.count("calls_refused", app, error.reason)
@@ -399,7 +420,7 @@ class Backend:
     def health(self) -> Mapping[str, Any]:
         """`ready` (warm, not draining, engine not failing), `alive` (recent heartbeat of the engine), and
         `why` not; for an open model also `profile` (see `ProfileRefinement.facts` in
-        `jaxllm.serving.server.opening`)."""
+        `jaxllm.serving.server.opening`), and heat and trim level of the `device` (see `DeviceState`)."""
         executor = self.executor
         if executor is None:
             return {"ready": False, "alive": True, "why": self._why, "start": dict(self.start.facts)}
@@ -407,7 +428,9 @@ class Backend:
         why = self._why or ("" if alive else "the engine's thread does not answer")
         why = why or ("the engine fails, and is tested now" if executor.canary.suspected else "")
         profile = {} if self._profile is None else {"profile": dict(self._profile())}
-        return {"ready": not why, "alive": alive, "why": why, **profile}
+        # Which apps are in the foreground is not for all who may ask.
+        device = {"thermal": executor.device.thermal, "trim": executor.device.trim}
+        return {"ready": not why, "alive": alive, "why": why, **profile, "device": device}
 
     async def readiness(self) -> Mapping[str, Any]:
         """`health`, after a test answer of one token if the engine has answered nothing for a while."""
@@ -433,6 +456,7 @@ class Backend:
         experts: `visits`, `hits`, `foreseen` (predicted) since the start, and the `hit_rate`.
         read_bytes: bytes read from storage since the start, by kind.
         grammars: counts since the start, by outcome.
+        device: see `DeviceState.figures`.
         """
         executor = self.executor
         if executor is None:
@@ -452,6 +476,7 @@ class Backend:
             ),
             "adapters": {each.name: each.size_bytes for each in adapters.facts()},
             "grammars": executor.service.engine.grammars.counts,
+            "device": executor.device.figures,
             **({} if contexts is None else {"contexts": contexts.figures()}),
         }
 

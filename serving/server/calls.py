@@ -119,7 +119,8 @@ class Refused(JaxllmError):
     """The service does not accept a call now, though the call is well formed.
 
     Attributes:
-      reason: "full" (a queue or a limit of the app), "loading", "draining", "budget".
+      reason: "full" (a queue or a limit of the app), "quota" (the app's tokens of a day), "background" (the
+        app is not in the foreground), "hot" (the device is), "loading", "draining", "failed".
       retry_after_s: time until a retry is useful; None if unknown.
     """
 

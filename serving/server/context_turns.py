@@ -16,6 +16,7 @@ from jaxllm.contexts.codecs import RAW, STATE
 from jaxllm.errors import ConfigError, ContextGone, JaxllmError
 from jaxllm.serving.contexts.record import Record, TurnTokens
 from jaxllm.serving.elastic.objectives import Cost, EnergyBudget
+from jaxllm.serving.elastic.planned_service import ANYTHING
 from jaxllm.serving.elastic.planner import Load, level_of_turn
 from jaxllm.serving.engine.request import Request
 from jaxllm.serving.ground.prompt_embeddings import PromptEmbeddings
@@ -155,11 +156,10 @@ class ContextTurns:
         objective is answered by the largest level that meets it, others by the context's level. Raises
         ObjectiveMissed if no level meets the objective, and the call is strict."""
         level = turn.record.origin.level
-        if call.objective is not None:
+        objective = call.objective or (ANYTHING if load.work_share < 1 else None)
+        if objective is not None:
             margin, strict = self._service.planner.safety_margin, bool(call.strict)
-            level = level_of_turn(
-                turn.costs, call.objective, turn.whole, margin=margin, load=load, strict=strict
-            )
+            level = level_of_turn(turn.costs, objective, turn.whole, margin=margin, load=load, strict=strict)
         request = self._service.engine.request(
             turn.asked.prompt, call.config, level=level, rows=turn.rows, source=turn.asked.source
         )

@@ -292,7 +292,7 @@ class Daemon:
             _log.warning("there are no limits to read again: the service was started without --config")
             return
         try:
-            read = read_options(self._config)
+            read = read_options(self._config, batch_rows=self._options.batch_rows)
         except JaxllmError as error:
             _log.error("limits stay as they are: %s", error)
         else:

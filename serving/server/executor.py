@@ -22,11 +22,12 @@ from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import BundleError, ConfigError, JaxllmError, NotFinite, one_line
 from jaxllm.models.features import feature_refusal
 from jaxllm.serving.elastic.objectives import expected_cost
-from jaxllm.serving.elastic.planned_service import PlannedService
+from jaxllm.serving.elastic.planned_service import ANYTHING, PlannedService
 from jaxllm.serving.engine.request import GenerationConfig, Session
 from jaxllm.serving.engine.run import Run
 from jaxllm.serving.engine.step import decode_together, fail, step
 from jaxllm.serving.server.calls import Call, ContextBusy, Refused, encoded_prompt
+from jaxllm.serving.server.device_state import DeviceState
 from jaxllm.serving.server.job import Dispatch, Job, begin, dispatch_of, load_of
 from jaxllm.serving.server.logs import named
 from jaxllm.serving.server.memory import ServiceMemory
@@ -51,6 +52,8 @@ _MAX_WAITING = 16
 _PERIOD_S = 0.02
 # Approximate time of a restart after a failure.
 _RESTART_S = 5.0
+# An objective of 0 would be none.
+_LEAST_WORK = 0.01
 # Maximum delay of a call that arrives while the thread waits for a mask.
 _MASK_S = 0.005
 
@@ -78,6 +81,7 @@ class Executor:
       contexts: contexts of apps (see `jaxllm.serving.server.context_turns.ContextTurns`); None for none.
       adapters: adapters that calls may name (see `jaxllm.serving.server.opening.Adapters`).
       canary: tests whether the engine answers.
+      device: state of the device, as its system reports it.
     """
 
     def __init__(
@@ -102,7 +106,7 @@ class Executor:
         """
         self.service, self.options, self.contexts = service, options, contexts
         self.memory, self.sessions, self.adapters = memory, memory.sessions, adapters
-        self._on_dispatch, self._idle_work = on_dispatch, idle_work
+        self._on_dispatch, self._idle_work, self._device = on_dispatch, idle_work, DeviceState()
         self._wake = threading.Condition()
         self._numbers = itertools.count()
         # Guarded by `_wake`: calls that no dispatch has seen yet, functions of apps, why none are accepted.
@@ -125,6 +129,17 @@ class Executor:
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
+
+    @property
+    def device(self) -> DeviceState:
+        """See the class; may be set from any thread."""
+        return self._device
+
+    @device.setter
+    def device(self, state: DeviceState) -> None:
+        self._device = state
+        self.memory.trim = state.trim
+        self._notify()
 
     @property
     def alive(self) -> bool:
@@ -310,7 +325,9 @@ class Executor:
             late = self._close_at_s is not None and self.beat_s >= self._close_at_s
         self.memory.settle(idle=idle)
         if idle:
-            if self._idle_work is None or not self._idle_work.step():
+            # A hot device computes for calls alone.
+            hot = self._device.work_share < 1
+            if hot or self._idle_work is None or not self._idle_work.step():
                 with self._wake:
                     if not self._inbox and not self._functions and self._refusing is None:
                         self._wake.wait(_IDLE_S)
@@ -382,6 +399,9 @@ class Executor:
             others = (each for each in self.jobs() if each is not job and not each.over)
             free = not any(each.continues(call.app, call.context) for each in others)
             job.may_continue = job.may_continue or free
+        if self._device.work_share < 1:
+            # So that other levels are considered, too.
+            call = dataclasses.replace(call, objective=call.objective or ANYTHING)
         with self._failing([job]):
             job.take_turn(self.require_contexts().turn(call, free=free))
 
@@ -450,6 +470,9 @@ class Executor:
 
     def _begin(self, job: Job) -> None:
         load = load_of(job, self.queue(), self.options)
+        # No state of the device keeps a call that was accepted from the smallest level.
+        if (share := self._device.work_share) < 1:
+            load = dataclasses.replace(load, work_share=max(share, _LEAST_WORK))
         if job.turn is None:
             begin(job, self.service, self.sessions, load)
             return

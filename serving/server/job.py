@@ -18,8 +18,8 @@ import numpy as np
 from jaxllm.elastic.slo import Slo
 from jaxllm.errors import JaxllmError, ObjectiveMissed
 from jaxllm.serving.contexts.record import Record, TurnTokens
-from jaxllm.serving.elastic.objectives import Cost, Latency
-from jaxllm.serving.elastic.planned_service import PlannedCall, PlannedService
+from jaxllm.serving.elastic.objectives import Cost, Latency, Objective
+from jaxllm.serving.elastic.planned_service import ANYTHING, PlannedCall, PlannedService
 from jaxllm.serving.elastic.planner import IDLE, Load, Plan
 from jaxllm.serving.engine.run import DispatchKind, Lifecycle, Run
 from jaxllm.serving.engine.step import batchable
@@ -415,18 +415,19 @@ def begin(job: Job, service: PlannedService, sessions: PrefixSessions, load: Loa
     if rows is not None:
         # The ids that caches have.
         ids = rows.placed(ids, engine.cfg)
-    if call.objective is not None:
+    objective = call.objective or (ANYTHING if load.work_share < 1 else None)
+    if objective is not None:
         cached = sessions.reusable(call.app, ids)
         reused = {
             level: cached[version]
             for level in engine.levels
             if (version := engine.runner_at(level).weights_version) in cached
         }
-        plan = _planned(job, service, load, reused)
+        plan = _planned(job, service, objective, load, reused)
         ids = tuple(np.asarray(ids)[plan.kept].tolist())
         rows = rows and rows.kept(plan.kept)
         level, tpot_ms = plan.level, plan.expected.tpot_ms
-        lifecycle = PlannedCall(plan, call.objective, service.profile, margin=service.planner.safety_margin)
+        lifecycle = PlannedCall(plan, objective, service.profile, margin=service.planner.safety_margin)
     request = engine.request(ids, call.config, level=level, tpot_ms=tpot_ms, rows=rows)
     decoding, session = engine.decoding(request), None
     if request.source is None:
@@ -437,11 +438,11 @@ def begin(job: Job, service: PlannedService, sessions: PrefixSessions, load: Loa
     job.begin(run, plan)
 
 
-def _planned(job: Job, service: PlannedService, load: Load, reused: Mapping[int, int]) -> Plan:
+def _planned(
+    job: Job, service: PlannedService, objective: Objective, load: Load, reused: Mapping[int, int]
+) -> Plan:
     """The plan of a call; refuses a strict one that only the load keeps from its objective."""
-    call = job.call
-    objective, count = call.objective, call.config.max_tokens
-    assert objective is not None
+    call, count = job.call, job.call.config.max_tokens
     planner = service.planner.thinking(call.thought_tokens)
     plan = functools.partial(planner.plan, job.marked, objective, answer_tokens=count, reused=reused)
     try:

@@ -8,9 +8,9 @@ that apps are bound to.
     bindings = Bindings({"mail": bound("<40,70>")})
     call = bindings.applied(call)       with the app's objective, if the call has none
 
-Tokens are counted by a bucket that refills steadily: a call reserves its prompt and its longest answer, and
-returns the unused rest at its end. Nothing here reads a clock. Apps share no state: one app's calls never
-change another's limits.
+Tokens of a minute, and of a day as a measure of battery, are counted by quotas that refill steadily: a call
+reserves its prompt and its longest answer, and returns the unused rest at its end. Nothing here reads a
+clock. Apps share no state: one app's calls never change another's limits.
 """
 
 import dataclasses
@@ -25,11 +25,12 @@ from jaxllm.serving.elastic.objectives import Binding, EndToEnd, EnergyBudget, L
 from jaxllm.serving.server.calls import Call, ContextFacts, Refused
 from jaxllm.serving.server.sockets import require_name
 
-_MINUTE_S = 60.0
+_MINUTE_S, _DAY_S = 60.0, 86_400.0
 # Retry delay of a call that waits for another to end, whose duration is unknown.
 _RETRY_S = 1.0
-# Apps without running calls are dropped beyond this number, once their buckets are full.
+# Apps without running calls are dropped beyond this number, once their quotas are full.
 _MOST_IDLE = 256
+Reserved = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,8 @@ class AppLimits:
       in_flight: maximum number of accepted calls that have not ended, including queued ones.
       queued: maximum number of calls that wait for their first step.
       tokens_per_minute: rate of tokens of prompts and answers; also the maximum of a call.
+      tokens_per_day: the same over a day, since the service began.
+      foreground_only: whether calls are refused while the app is not in the foreground of the device.
       contexts: maximum number of contexts.
       prefix_bytes: memory limit of its caches of ended answers.
       stored_bytes: size limit of its contexts on storage.
@@ -49,6 +52,8 @@ class AppLimits:
     in_flight: int = option(0, low=0)
     queued: int = option(0, low=0)
     tokens_per_minute: int = option(0, low=0)
+    tokens_per_day: int = option(0, low=0)
+    foreground_only: bool = False
     contexts: int = option(0, low=0)
     prefix_bytes: int = option(0, low=0)
     stored_bytes: int = option(0, low=0)
@@ -88,25 +93,47 @@ class Limits:
 
 
 @dataclasses.dataclass
+class Quota:
+    """Tokens that an app may use.
+
+    Attributes:
+      period_s: time in which it is filled.
+      tokens: tokens left; negative if answers were longer than reserved.
+      at_s: time of `tokens`.
+    """
+
+    period_s: float
+    tokens: float = math.inf
+    at_s: float = 0.0
+
+    def refill(self, most: int, now_s: float) -> None:
+        """Adds the tokens of the time that has passed, up to `most`; 0 for no limit. A clock that goes back
+        refills nothing."""
+        gained = most / self.period_s * max(0.0, now_s - self.at_s)
+        self.tokens = min(float(most), self.tokens + gained) if most else math.inf
+        self.at_s = now_s
+
+
+@dataclasses.dataclass
 class Usage:
     """Resources in use by an app.
 
     Attributes:
       queued, running: numbers of its calls.
-      tokens: tokens in its bucket; negative if answers were longer than reserved.
-      at_s: time of `tokens`.
+      minute, day: its tokens.
     """
 
     queued: int = 0
     running: int = 0
-    tokens: float = math.inf
-    at_s: float = 0.0
+    minute: Quota = dataclasses.field(default_factory=lambda: Quota(_MINUTE_S))
+    day: Quota = dataclasses.field(default_factory=lambda: Quota(_DAY_S))
 
-    def refill(self, per_minute: int, now_s: float) -> None:
-        """Adds the tokens of the time that has passed. A clock that goes back refills nothing."""
-        gained = per_minute / _MINUTE_S * max(0.0, now_s - self.at_s)
-        self.tokens = min(float(per_minute), self.tokens + gained) if per_minute else math.inf
-        self.at_s = now_s
+    def quotas(self, limits: AppLimits) -> Sequence[tuple[Quota, int, str, str]]:
+        """The quotas, the tokens of each when full, the period, and the reason of a refusal."""
+        return (
+            (self.minute, limits.tokens_per_minute, "minute", "full"),
+            (self.day, limits.tokens_per_day, "day", "quota"),
+        )
 
 
 class Limiter:
@@ -124,17 +151,20 @@ class Limiter:
         """An app's usage, its tokens as of its last call."""
         return self._usage.setdefault(app, Usage())
 
-    def admit(self, app: str, *, prompt_tokens: int, max_tokens: int, now_s: float) -> int:
+    def admit(self, app: str, *, prompt_tokens: int, max_tokens: int, now_s: float) -> Reserved:
         """Admits a call of an app at a time of a monotonic clock, the same for all methods. Raises Refused if
         the app has too many calls, or too few tokens left.
 
         Returns:
-          The number of reserved tokens.
+          The reserved tokens of each quota.
         """
         if len(self._usage) >= _MOST_IDLE:
             for idle, usage in list(self._usage.items()):
-                usage.refill(per_minute := self.limits.of(idle).tokens_per_minute, now_s)
-                if usage.tokens >= per_minute and not usage.queued and not usage.running:
+                full = True
+                for quota, most, _, _ in usage.quotas(self.limits.of(idle)):
+                    quota.refill(most, now_s)
+                    full &= quota.tokens >= most
+                if full and not usage.queued and not usage.running:
                     del self._usage[idle]
         usage, limits = self.usage(app), self.limits.of(app)
         for taken, most, what in (
@@ -142,43 +172,48 @@ class Limiter:
             (usage.queued, limits.queued, "queued; wait for one to start"),
         ):
             if most and taken >= most:
-                raise _full(f"the app has {taken} calls of at most {most} {what}")
-        per_minute = limits.tokens_per_minute
-        usage.refill(per_minute, now_s)
-        if per_minute and prompt_tokens > per_minute:
-            message = f"the prompt has {prompt_tokens} tokens, and the app may use {per_minute} a minute"
-            raise _full(message, None)
-        # A full bucket suffices for any call: else a call with a long answer could never start.
-        reserved = min(prompt_tokens + max_tokens, per_minute) if per_minute else 0
-        if reserved > usage.tokens:
-            wait_s = (reserved - usage.tokens) * _MINUTE_S / per_minute
-            raise _full(
-                f"the app may use {per_minute} tokens a minute, and this call needs up to {reserved}; try "
-                f"again in {math.ceil(wait_s)} s, or ask for fewer tokens",
-                wait_s,
-            )
+                raise Refused(
+                    f"the app has {taken} calls of at most {most} {what}",
+                    reason="full",
+                    retry_after_s=_RETRY_S,
+                )
+        wanted, reserved = prompt_tokens + max_tokens, []
+        for quota, most, period, reason in usage.quotas(limits):
+            quota.refill(most, now_s)
+            if most and prompt_tokens > most:
+                message = f"the prompt has {prompt_tokens} tokens, and the app may use {most} a {period}"
+                raise Refused(message, reason=reason)
+            # A full quota suffices for any call: else a call with a long answer could never start.
+            needed = min(wanted, most)
+            if needed > quota.tokens:
+                wait_s = (needed - quota.tokens) * quota.period_s / most
+                raise Refused(
+                    f"the app may use {most} tokens a {period}, and this call needs up to {needed}; try "
+                    f"again in {math.ceil(wait_s)} s, or ask for fewer tokens",
+                    reason=reason,
+                    retry_after_s=wait_s,
+                )
+            reserved.append(needed)
         usage.queued += 1
-        usage.tokens -= reserved
-        return reserved
+        for (quota, *_), tokens in zip(usage.quotas(limits), reserved, strict=True):
+            quota.tokens -= tokens
+        return tuple(reserved)
 
     def started(self, app: str) -> None:
         """Called once, at the first step of an admitted call."""
         usage = self.usage(app)
         usage.queued, usage.running = usage.queued - 1, usage.running + 1
 
-    def ended(self, app: str, reserved: int, *, started: bool, tokens: int, now_s: float) -> None:
+    def ended(self, app: str, reserved: Reserved, *, started: bool, tokens: int, now_s: float) -> None:
         """Called once, at the end of an admitted call that has started or not, with the number of used
         tokens."""
-        usage, per_minute = self.usage(app), self.limits.of(app).tokens_per_minute
+        usage = self.usage(app)
         usage.running, usage.queued = usage.running - started, usage.queued - (not started)
         # The limits may have changed since the call was admitted.
-        usage.refill(per_minute, now_s)
-        if per_minute:
-            usage.tokens = min(float(per_minute), usage.tokens + reserved - tokens)
-
-
-def _full(message: str, retry_after_s: float | None = _RETRY_S) -> Refused:
-    return Refused(message, reason="full", retry_after_s=retry_after_s)
+        for (quota, most, _, _), own in zip(usage.quotas(self.limits.of(app)), reserved, strict=True):
+            quota.refill(most, now_s)
+            if most:
+                quota.tokens = min(float(most), quota.tokens + own - tokens)
 
 
 def require_room(

@@ -19,15 +19,20 @@ import contextlib
 import dataclasses
 import gc
 import logging
+import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxllm.errors import ConfigError, JaxllmError
+from jaxllm.serving.contexts.manager import Contexts
+from jaxllm.serving.contexts.memory import ChunkAccess
+from jaxllm.serving.contexts.saving import most_bytes
 from jaxllm.serving.engine.request import Session
 from jaxllm.serving.host.allocator import STAGES, give_back_memory, resident_bytes
 from jaxllm.serving.host.machine import memory_bytes, memory_pressure
 from jaxllm.serving.host.process_memory import ProcessMemory, children_bytes, process_memory
+from jaxllm.serving.server.device_state import Trim
 
 _log = logging.getLogger(__name__)
 PREFIX_BYTES = 256 << 20
@@ -39,6 +44,8 @@ _STEP, _MARGIN = 0.05, 0.05
 # Shares of time in which tasks of the machine wait for memory: from which on memory is released, and up to
 # which there is no pressure.
 _PRESSURE_HIGH, _PRESSURE_LOW = 0.1, 0.01
+# The same of what a device wants back.
+_TRIM_PRESSURE: Mapping[Trim, float] = {"none": 0.0, "moderate": 1.0, "critical": math.inf}
 # Maximum share of the limit for prefixes.
 _PREFIX_SHARE = 4
 # Fewer common tokens are faster to compute than to reuse.
@@ -88,6 +95,22 @@ class Holding:
         self._resized = limit_bytes
 
 
+def contexts_holding(contexts: Contexts, chunk_ios: Iterable[ChunkAccess]) -> Holding:
+    """The chunks of contexts at some levels, with room for the longest context besides running and pinned
+    ones."""
+    chunks, tokens = contexts.memory, contexts.engine.options.context_tokens
+    longest = max(most_bytes(each, contexts.options, tokens // each.chunk_tokens) for each in chunk_ios)
+
+    def least() -> int:
+        kept = chunks.kept_bytes
+        return max(kept, min(kept + longest, contexts.options.budget_bytes))
+
+    return Holding(
+        "contexts", lambda: chunks.resident_bytes, chunks.resize, least=least,
+        most=lambda: contexts.options.budget_bytes, limit=lambda: chunks.budget_bytes,
+    )  # fmt: skip
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Division:
     """Limits, and state for the next decision.
@@ -115,7 +138,8 @@ def divide(
     pressure: float = 0.0,
 ) -> Division:
     """Decides new limits of holdings, which shrink in their order. The process has `taken_bytes` now;
-    `pressure` is the share of time in which tasks of the machine wait for memory."""
+    `pressure` is the share of time in which tasks of the machine wait for memory, infinite to release all
+    that can be."""
     step, margin = round(_STEP * limit_bytes), round(_MARGIN * limit_bytes)
     fixed = max(0, taken_bytes - sum(each.size_bytes for each in holdings))
     limits = {each.name: max(each.least_bytes, each.limit_bytes) for each in holdings}
@@ -124,7 +148,8 @@ def divide(
     allowance, restless = before.allowance_bytes, before.restless_s
     if pressure >= _PRESSURE_HIGH:
         # Not below fixed memory: later growth would only take longer.
-        allowance = max(min(needed, allowance), min(allowance, taken_bytes) - step)
+        lowest = min(needed, allowance)
+        allowance = lowest if math.isinf(pressure) else max(lowest, min(allowance, taken_bytes) - step)
     if pressure > _PRESSURE_LOW:
         restless = now_s
     elif calm and allowance < limit_bytes:
@@ -277,7 +302,10 @@ class ServiceMemory:
       sessions: caches of ended answers.
       short_bytes: excess of memory even with all holdings at their minimum; nothing that needs more memory
         should start while it is not 0.
+      trim: how much memory the device wants back (see `DeviceState`); may be set from any thread.
     """
+
+    trim: Trim = "none"
 
     def __init__(
         self,
@@ -313,7 +341,7 @@ class ServiceMemory:
                     "this system does not report memory pressure (/proc/pressure/memory, Linux with "
                     "psi=1): leave out follow_pressure, or give a memory budget"
                 )
-        self._limit_bytes, self._clock = limit, clock
+        self._limit_bytes, self._clock, self._trims = limit, clock, False
         self._weights_bytes, self._weights_files = weights_bytes, frozenset(weights_files)
         self._measured: tuple[ProcessMemory, int] | None = None
         self._used_s: float | None = None
@@ -335,16 +363,28 @@ class ServiceMemory:
 
     def step(self) -> bool:
         """Resizes holdings if necessary; returns whether it did. Costs nothing before its interval."""
-        now, limit, before = self._clock(), self._limit_bytes, self._division
+        now, before = self._clock(), self._division
+        if self.trim != "none" and not self._limit_bytes:
+            # What there is now is the limit, until nothing is wanted back.
+            self._limit_bytes, self._trims = resident_bytes(), True
+            before = dataclasses.replace(before, allowance_bytes=self._limit_bytes)
+        limit = self._limit_bytes
         if not limit or now < self._next_s:
             return False
         self._next_s = now + _INTERVAL_S
         try:
+            if self._trims and self.trim == "none":
+                self._limit_bytes, self._trims = 0, False
+                self._division = Division(limits={}, allowance_bytes=0, restless_s=now)
+                for each in self._holdings:
+                    each.resize(each.most_bytes)
+                return True
             self._taken_bytes, self._pressure = resident_bytes(), memory_pressure()
             self._least = {each.name: each.least_bytes for each in self._holdings}
             self._division = divide(
                 self._holdings, before, limit,
-                now_s=now, taken_bytes=self._taken_bytes, pressure=self._pressure or 0.0,
+                now_s=now, taken_bytes=self._taken_bytes,
+                pressure=max(self._pressure or 0.0, _TRIM_PRESSURE[self.trim]),
             )  # fmt: skip
             if self.short_bytes and not before.short_bytes:
                 _log.warning(

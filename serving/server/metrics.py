@@ -118,6 +118,9 @@ GAUGES = (
     ("holding_size_bytes", "Memory by what takes it.", "holding", "memory.holdings.*.size_bytes"),
     ("holding_limit_bytes", "Most memory that each may take.", "holding", "memory.holdings.*.limit_bytes"),
     ("adapter_bytes", "Memory of each adapter that is loaded.", "adapter", "adapters.*"),
+    ("device_thermal", "Heat of the device: 0 none to 5 emergency.", "", "device.thermal"),
+    ("device_trim", "Memory that the device wants back: 0 none, 1 some, 2 all.", "", "device.trim"),
+    ("device_work_share", "Most of the whole model's work that a call may take.", "", "device.work_share"),
     ("expert_hit_rate", "Share of visits that hit, since the start.", "", "experts.hit_rate"),
 )  # fmt: skip
 # The same for counts since the start.

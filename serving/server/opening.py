@@ -28,7 +28,6 @@ from jaxllm.models.lora import TARGETS, LoraConfig, adapted_parameters, adapter_
 from jaxllm.serving.contexts.chunk_io import chunk_io_of
 from jaxllm.serving.contexts.context import ContextCall, fork
 from jaxllm.serving.contexts.manager import Contexts
-from jaxllm.serving.contexts.saving import most_bytes
 from jaxllm.serving.elastic.objectives import SafetyMargin
 from jaxllm.serving.elastic.profile import save_profile
 from jaxllm.serving.elastic.profiling import Measurement, known_profile, profile_path
@@ -49,7 +48,7 @@ from jaxllm.serving.server.context_turns import ContextTurns
 from jaxllm.serving.server.executor import Executor
 from jaxllm.serving.server.job import ContextTurn
 from jaxllm.serving.server.limits import AppLimits, require_room
-from jaxllm.serving.server.memory import Holding, ServiceMemory
+from jaxllm.serving.server.memory import Holding, ServiceMemory, contexts_holding
 from jaxllm.serving.server.service import LLMService, engine_options, planner_of
 from jaxllm.serving.server.service_options import ServerOptions
 from jaxllm.serving.server.sockets import require_name
@@ -511,21 +510,8 @@ def holdings(service: LLMService) -> list[Holding]:
     weights on storage the resident layers or experts, of these at least what one layer requires."""
     engine, found = service.engine, list[Holding]()
     if (contexts := service.contexts) is not None:
-        chunks = contexts.memory
-        count = engine.options.context_tokens // engine.options.kv_chunk_tokens
-        forms = [chunk_io_of(engine.runner_at(level)) for level in engine.levels]
-        longest = max(most_bytes(each, contexts.options, count) for each in forms)
-
-        def least() -> int:
-            kept = chunks.kept_bytes
-            return max(kept, min(kept + longest, contexts.options.budget_bytes))
-
-        found.append(
-            Holding(
-                "contexts", lambda: chunks.resident_bytes, chunks.resize, least=least,
-                most=lambda: contexts.options.budget_bytes, limit=lambda: chunks.budget_bytes,
-            )
-        )  # fmt: skip
+        chunk_ios = [chunk_io_of(engine.runner_at(level)) for level in engine.levels]
+        found.append(contexts_holding(contexts, chunk_ios))
     if (speculation := engine.speculation) is not None and speculation.drafter.most_bytes:
         drafts = speculation.drafter
 

@@ -8,7 +8,7 @@ Keys of the file are the fields of `ServerOptions`; `[scheduler]`, `[limits]`, `
 
 import dataclasses
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -146,14 +146,18 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_options(self)
-        # Imported here: the command line reads options without it.
-        from jaxllm.models.lora import MAX_RANK, TARGETS
+        choices: list[tuple[str, Sequence[object], Sequence[object]]] = [
+            ("log_level", (self.log_level,), LOG_LEVELS)
+        ]
+        if self.batch_rows:
+            choices.append(("batch_rows", self.batch_rows, _batch_rows()))
+        if self.adapter_rank or self.adapter_targets:
+            # Imported where they are given: exported programs, which have neither, run without JAX.
+            from jaxllm.models.lora import MAX_RANK, TARGETS
 
-        for name, given, allowed in (
-            ("log_level", (self.log_level,), LOG_LEVELS),
-            ("batch_rows", self.batch_rows, _batch_rows()),
-            ("adapter_targets", self.adapter_targets, TARGETS),
-        ):
+            require_int("adapter_rank", self.adapter_rank, 0, MAX_RANK)
+            choices.append(("adapter_targets", self.adapter_targets, TARGETS))
+        for name, given, allowed in choices:
             if not set(given) <= set(allowed):
                 known = ", ".join(map(str, allowed))
                 raise ConfigError(f"{name} must be among {known}, got {getattr(self, name)!r:.80}")
@@ -169,7 +173,6 @@ class ServerOptions:
             require_name(name, "an adapter")
             if not isinstance(folder, Path):
                 raise ConfigError(f"the folder of the adapter {name!r} must be a path, got {folder!r:.80}")
-        require_int("adapter_rank", self.adapter_rank, 0, MAX_RANK)
         if len(self.adapter) > self.adapter_count:
             raise ConfigError(
                 f"{len(self.adapter)} adapters are given, adapter_count is {self.adapter_count}"
@@ -224,9 +227,10 @@ def address_of(text: str) -> tuple[str, int]:
     return (host[1:-1] if bracketed else host).lower(), int(port)
 
 
-def read_options(path: Path) -> ServerOptions:
-    """Reads options from a TOML file. Relative paths are relative to the file's folder. Raises ConfigError if
-    the file cannot be read, is not TOML, or has an unknown key or invalid value."""
+def read_options(path: Path, **defaults: Any) -> ServerOptions:
+    """Reads options from a TOML file; what it does not name has its default, or one of `defaults`. Relative
+    paths are relative to the file's folder. Raises ConfigError if the file cannot be read, is not TOML, or
+    has an unknown key or invalid value."""
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_FILE_BYTES + 1)
@@ -235,7 +239,7 @@ def read_options(path: Path) -> ServerOptions:
     if len(text) > _MOST_FILE_BYTES:
         raise ConfigError(f"{path}: a file of options has at most {_MOST_FILE_BYTES:,} bytes")
     try:
-        return _options(tomllib.loads(text.decode()), path.parent)
+        return _options({**defaults, **tomllib.loads(text.decode())}, path.parent)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not TOML: {error!s:.200}") from error
     except ConfigError as error:

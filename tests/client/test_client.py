@@ -221,7 +221,7 @@ def test_the_same_for_asyncio(path: str) -> None:
             both = await asyncio.gather(client.call("a"), client.complete("b"))
             assert [(await each.aresult()).text for each in both] == ["Grüße an alle"] * 2
             with pytest.raises(Busy):
-                await client.chat([{"role": "user", "content": "status 429 queue_full"}])
+                await client.chat([{"role": "user", "content": "status 429 BUSY"}])
             with pytest.raises(BudgetExceeded):
                 await (await client.call("fail")).aresult()
             GONE.clear()

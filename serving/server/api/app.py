@@ -72,6 +72,8 @@ _ROUTES: tuple[tuple[str, str, Handler, type[msgspec.Struct] | None], ...] = (
     ("GET", "/v1/adapters", resources.list_adapters, None),
     ("POST", "/v1/adapters", resources.load_adapter, resources.LoadBody),
     ("DELETE", "/v1/adapters/{name}", resources.unload_adapter, None),
+    ("GET", "/v1/device", resources.get_device, None),
+    ("POST", "/v1/device", resources.report_device, resources.DeviceBody),
     ("GET", "/v1/objective", resources.get_objective, None),
     ("POST", "/v1/objective", resources.bind_objective, resources.BindBody),
     ("DELETE", "/v1/objective", resources.unbind_objective, None),

@@ -66,12 +66,17 @@ _KINDS = {
     409: ("conflict_error", "context_busy", "invalid_request_error"),
     413: ("invalid_request_error", "request_too_large", "request_too_large"),
     422: ("invalid_request_error", "objective_missed", "invalid_request_error"),
-    429: ("rate_limit_error", "queue_full", "rate_limit_error"),
+    429: ("rate_limit_error", "BUSY", "rate_limit_error"),
     500: ("server_error", "internal_error", "api_error"),
     503: ("server_error", "not_ready", "overloaded_error"),
     507: ("server_error", "budget_exceeded", "api_error"),
 }
-_REFUSALS = {"full": 429, "loading": 503, "draining": 503, "budget": 507}
+# Reason of a refusal -> status and code; names in capitals are those of Android's AICore.
+_REFUSALS = {
+    "full": (429, "BUSY"), "quota": (429, "PER_APP_BATTERY_USE_QUOTA_EXCEEDED"),
+    "background": (403, "BACKGROUND_USE_BLOCKED"), "hot": (503, "BUSY"), "loading": (503, "loading"),
+    "draining": (503, "draining"),
+}  # fmt: skip
 # Errors -> status, code, and the text for clients; None for their own.
 _ERRORS: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
     (GrammarLate, 503, "grammar_late", None),
@@ -121,8 +126,7 @@ def _api_error(error: BaseException) -> ApiError:
         return error
     text = str(error)[:_MOST_CHARACTERS]
     if isinstance(error, Refused):
-        status, wait = _REFUSALS.get(error.reason, 503), error.retry_after_s
-        code = error.reason if error.reason in ("loading", "draining") else ""
+        (status, code), wait = _REFUSALS.get(error.reason, (503, "")), error.retry_after_s
         # Clients retry these after the given time.
         wait = 1.0 if wait is None and status in (429, 503) else wait
         return ApiError(text, status=status, code=code, retry_after_s=wait)

@@ -20,6 +20,7 @@ from jaxllm.serving.server.api.openai import chat, completions, prompts_of
 from jaxllm.serving.server.api.requests import ApiRequest, ApiState, json_response, require_operator
 from jaxllm.serving.server.api.tool_use import tools_of
 from jaxllm.serving.server.calls import AdapterFacts, ContextFacts, Conversation, ModelFacts
+from jaxllm.serving.server.device_state import Thermal, Trim
 from jaxllm.serving.server.limits import written
 
 
@@ -71,11 +72,11 @@ async def props(state: ApiState, request: ApiRequest) -> Any:
 
 
 async def health(state: ApiState, request: ApiRequest) -> Any:
-    """Liveness: 200 while the engine is alive; with the kind of device profile in use."""
+    """Liveness: 200 while the engine is alive; with the device's state and the kind of its profile in use."""
     found = state.backend.health()
-    profile = {"profile": found["profile"]} if "profile" in found else {}
+    facts = {name: found[name] for name in ("profile", "device") if name in found}
     status, code = ("ok", 200) if found["alive"] else ("stuck", 503)
-    return json_response({"status": status, **profile}, code)
+    return json_response({"status": status, **facts}, code)
 
 
 async def ready(state: ApiState, request: ApiRequest) -> Any:
@@ -182,6 +183,30 @@ def _model(facts: ModelFacts, name: str) -> dict[str, Any]:
         "meta": {"n_ctx": window, "n_vocab": facts.vocab_size, "size": facts.size_bytes},
         "jaxllm": own,
     }  # fmt: skip
+
+
+class DeviceBody(msgspec.Struct, kw_only=True):
+    """The state of the device; what is missing stays as it was, and no `foreground` ends its rule."""
+
+    thermal: Thermal | None = None
+    trim: Trim | None = None
+    foreground: list[str] | msgspec.UnsetType | None = msgspec.UNSET
+
+
+async def get_device(state: ApiState, request: ApiRequest) -> Any:
+    """The state of the device, as its system reported it."""
+    require_operator(request, "states of the device")
+    return dataclasses.asdict(state.backend.require_executor().device)
+
+
+async def report_device(state: ApiState, request: ApiRequest) -> Any:
+    """Takes a report of the device's system: heat, memory that it wants back, apps in the foreground."""
+    require_operator(request, "states of the device")
+    body = msgspec.to_builtins(state.body(request, DeviceBody))
+    changed = {name: each for name, each in body.items() if each is not None or name == "foreground"}
+    executor = state.backend.require_executor()
+    executor.device = dataclasses.replace(executor.device, **changed)
+    return dataclasses.asdict(executor.device)
 
 
 class LoadBody(msgspec.Struct, kw_only=True):

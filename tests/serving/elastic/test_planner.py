@@ -122,6 +122,9 @@ def planned(proposer, slo, prompt=None, **how):
         # An objective with room for all is met with all.
         (Fixed(25, 0.25), Slo(ttft=1.0, tpot=1.0), {}, (100, 100, "whole")),
         (Fixed(25, 0.25), Latency(ttft_ms=1e4, tpot_ms=1e4), {}, (100, 100, "whole")),
+        # On a hot device every call has less than the whole model's work.
+        (None, Slo(ttft=1.0, tpot=1.0), {"load": Load(work_share=0.5)}, (50, 100, "fallback")),
+        (None, Latency(ttft_ms=1e4, tpot_ms=1e4), {"load": Load(work_share=0.2)}, (25, 100, "nearest")),
         # Without a proposer prompts stay whole.
         (None, Slo(ttft=0.6, tpot=0.6), {}, (50, 100, "fallback")),
         (None, Slo(ttft=0.1, tpot=0.6), {}, (25, 100, "nearest")),

@@ -32,7 +32,8 @@ from tests.tiny import TINY, VOCAB_SIZE, tiny_params, write_tiny_bundle
 def test_facts_health_and_figures(backend, monkeypatch):
     facts = backend.facts()
     assert (facts.window_tokens, facts.vocab_size, facts.levels) == (128, VOCAB_SIZE, (100,))
-    assert backend.health() == {"ready": True, "alive": True, "why": ""}
+    device = {"thermal": "none", "trim": "none"}
+    assert backend.health() == {"ready": True, "alive": True, "why": "", "device": device}
     assert backend.snapshot()["queue"]["waiting"] == 0
     assert Backend().snapshot() == {}
     ids = asyncio.run(backend.tokenize("hello the", special=False))

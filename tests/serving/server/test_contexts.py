@@ -290,7 +290,7 @@ def test_limits_of_an_app(served, http):
     # A turn counts its own tokens, not the context's again.
     for _ in range(4):
         facts(http, name, "hello", 8)
-    assert served.backend.limiter.usage("mail").tokens > 200
+    assert served.backend.limiter.usage("mail").minute.tokens > 200
     served.backend.limiter.limits = Limits(default=AppLimits(stored_bytes=1))
     full = said(http, name, "hi")
     assert full.status_code == 507

@@ -18,6 +18,7 @@ from jaxllm.serving.server.limits import (
     Bindings,
     Limiter,
     Limits,
+    Reserved,
     bound,
     objective_from,
     written,
@@ -32,7 +33,7 @@ def limiter(**limits: Any) -> Limiter:
 class Admitted:
     """A call."""
 
-    def __init__(self, limiter: Limiter, app: str, reserved: int) -> None:
+    def __init__(self, limiter: Limiter, app: str, reserved: Reserved) -> None:
         self._limiter, self._app, self._reserved, self._started = limiter, app, reserved, False
 
     def started(self) -> None:
@@ -76,26 +77,26 @@ def test_queued_calls_are_those_that_have_not_started() -> None:
 def test_tokens_are_reserved_and_settled() -> None:
     limits = limiter(tokens_per_minute=600)
     call = admit(limits, 0.0, prompt=100, most=400)
-    assert limits.usage("mail").tokens == 100
+    assert limits.usage("mail").minute.tokens == 100
     # 50 more than there are, at ten a second.
     assert retry(limits, 0.0, prompt=50, most=100) == pytest.approx(5.0)
     assert retry(limits, 4.0, prompt=50, most=100) == pytest.approx(1.0)
     call.ended(tokens=150, now_s=4.0)
-    assert limits.usage("mail").tokens == 100 + 40 + 350
+    assert limits.usage("mail").minute.tokens == 100 + 40 + 350
     admit(limits, 4.0, prompt=90, most=400)
-    assert limits.usage("mail").tokens == 0
-    assert limits.usage("calendar").tokens == math.inf
+    assert limits.usage("mail").minute.tokens == 0
+    assert limits.usage("calendar").minute.tokens == math.inf
     # An answer that may be longer than a minute allows takes a full bucket, and what it used beyond is owed.
     limits = limiter(tokens_per_minute=60)
     assert retry(limits, prompt=61) is None, "a prompt beyond a minute is never taken"
     admit(limits, 0.0, prompt=30, most=1000).ended(tokens=130, now_s=10.0)
-    assert limits.usage("mail").tokens == 10 + 60 - 130
+    assert limits.usage("mail").minute.tokens == 10 + 60 - 130
     assert retry(limits, 10.0, prompt=5, most=5) == pytest.approx(70.0)
     # A bucket is never more than full, nor does a clock that goes back fill it.
     admit(limits, 80.0, prompt=5, most=5).ended(tokens=0, now_s=1000.0)
-    assert limits.usage("mail").tokens == 60
+    assert limits.usage("mail").minute.tokens == 60
     admit(limits, 0.0, prompt=10, most=50)
-    assert limits.usage("mail").tokens == 0
+    assert limits.usage("mail").minute.tokens == 0
 
 
 def test_limits_may_change_while_calls_run() -> None:
@@ -110,7 +111,7 @@ def test_limits_may_change_while_calls_run() -> None:
     admit(limits)
     limits.limits = Limits(default=AppLimits(tokens_per_minute=30))
     admit(limits, prompt=20, most=20)
-    assert limits.usage("mail").tokens == 0
+    assert limits.usage("mail").minute.tokens == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

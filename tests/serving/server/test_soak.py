@@ -29,7 +29,7 @@ PAIR = {"ttft_ms": 500, "tpot_ms": 50}
 SLOS: tuple[Any, ...] = ("<100,100>", "<60,80>", "<20,50>", PAIR, {"total_ms": 3000})
 ENDED_WITHIN_S = 60.0
 # What a request to a context may get where storage fails, besides a full queue and memory.
-STORAGE_ERRORS = ("storage_failed", "budget_exceeded", "queue_full", "context_not_found")
+STORAGE_ERRORS = ("storage_failed", "budget_exceeded", "BUSY", "context_not_found")
 
 
 class Clients:
@@ -204,7 +204,7 @@ class Clients:
 
     def _refused(self, status: int, body: str, *, in_context: bool = False) -> None:
         code = json.loads(body).get("error", {}).get("code")
-        if code not in (STORAGE_ERRORS if in_context else ("queue_full",)):
+        if code not in (STORAGE_ERRORS if in_context else ("BUSY",)):
             self.strange.append(f"{status}: {body[:300]}")
         self.seen[f"{'context' if in_context else 'refused'} {status}"] += 1
 
