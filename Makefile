@@ -14,7 +14,7 @@ export JAXLLM_TEST_COMPILATIONS ?= $(abspath $(VENV))/compilations
 ARM ?= $(VENV)-arm
 ARM_PACKAGES := ai-edge-litert|click|jax|jaxlib|jinja2|litert-lm-api|markupsafe|ml_dtypes|numpy|opt_einsum|platformdirs|scipy|tokenizers|xxhash
 
-.PHONY: demo test test-all test-fast test-arm test-arm-device test-accelerators test-export test-clients test-foreign test-suites torture mutations \
+.PHONY: demo test test-all test-fast test-arm test-arm-device test-accelerators test-export test-device test-clients test-foreign test-suites torture mutations \
   check docs dist test-dist clean
 
 # The model comes from the package index, which is asked once. Without an index packaged models answer.
@@ -63,6 +63,16 @@ test-export: $(VENV)-export/.ready $(VENV)-export/swiftshader/libvk_swiftshader.
 	  tests/export/test_encoder_decoders.py tests/export/test_npu.py tests/export/test_w8a8.py \
 	  tests/export/test_families.py tests/export/test_accelerators.py
 
+# The tests of a device, where nothing is installed but what the folder and the command say that a device needs: no
+# JAX. Its programs are exported where the converter is.
+test-device: $(VENV)-device/.ready
+	rm -rf $(VENV)-device/programs
+	$(VENV)-export/bin/python -m tests.export.device_folder $(VENV)-device/programs
+	! $(VENV)-device/bin/python -c 'import jax' 2> /dev/null
+	JAXLLM_TEST_DEVICE=$(abspath $(VENV)-device)/programs $(VENV)-device/bin/python -m pytest --noconftest \
+	  -p tests.export.device.conftest -p no:anyio -m "not campaign" tests/export/device \
+	  --ignore tests/export/device/test_host_sampling.py --durations=5
+
 # Chat templates of llama.cpp's collection, which the package index has; they are kept in $(VENV).
 test-foreign: $(VENV)/.dev
 	JAXLLM_TEMPLATES=$(abspath $(VENV))/templates $(BIN)/python -m pytest tests/text/test_foreign_templates.py
@@ -108,7 +118,7 @@ test-dist: dist
 	JAXLLM_DIST=dist $(BIN)/python -m pytest tests/test_dist.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-export $(VENV)-accelerators $(VENV)-clients $(ARM) build dist site *.egg-info
+	rm -rf $(VENV) $(VENV)-export $(VENV)-device $(VENV)-accelerators $(VENV)-clients $(ARM) build dist site *.egg-info
 
 # What runs models is installed by hash; `.ci/pin` writes the file. The first build of the kernels is of those for this
 # processor alone, in half of the time; later ones, as `make test` begins with, are of all.
@@ -126,6 +136,15 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)-export/.ready: constraints-export.txt
 	$(PYTHON) -m venv $(VENV)-export
 	$(VENV)-export/bin/python -m pip install --quiet --no-compile --no-deps --requirement constraints-export.txt
+	touch $@
+
+# By the lines that the loop's `__main__.py` and the command's error have; the versions are those of other environments.
+$(VENV)-device/.ready: $(VENV)-export/.ready constraints.txt export/folder.py jaxllm/cli/device/command.py
+	rm -rf $(VENV)-device && $(PYTHON) -m venv $(VENV)-device
+	packages=$$($(VENV)-export/bin/python -c 'from jaxllm.export import folder; from jaxllm.cli.device import command; \
+	  print(*folder.PACKAGES, command.SERVING_PACKAGES)'); \
+	$(VENV)-device/bin/python -m pip install --quiet --no-compile --constraint constraints.txt $$packages \
+	  "$$(grep -i '^ai-edge-litert==' constraints-export.txt)" cryptography httpx pytest pytest-timeout
 	touch $@
 
 # A driver of a GPU that computes on the CPU, with a loader: those of an installed Chrome, or of Debian's Chromium.

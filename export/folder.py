@@ -113,6 +113,7 @@ def finish(
         signatures=tuple(signatures),
         files={path.name: StoredFile.of(path) for path in sorted(folder.iterdir())},
         left_out=without,
+        release=plan.release,
         tiny_lm=None if tiny is None else tiny_facts(tiny),
         adapters=None if subject.adapters is None else subject.adapters.inputs,
     )

@@ -82,6 +82,7 @@ class ExportPlan:
         `jaxllm.export.stages`).
       codec: name of the codec whose programs encode and load chunks of contexts; empty for none.
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
+      release: see `jaxllm.export.folder_format.manifest.Manifest`.
     """
 
     context_tokens: int = option(0, low=0)
@@ -97,6 +98,7 @@ class ExportPlan:
     npu: bool = False
     stages: bool = False
     codec: str = ""
+    release: int = option(0, low=0)
 
     def __post_init__(self) -> None:
         check_options(self)

@@ -1,6 +1,7 @@
 """Defines the manifest of a folder of exported programs: their signatures, shapes and weights.
 
     program.json       this manifest
+    program.sig        its signature, if a publisher signed it (see `publisher`)
     tokenizer.json     see `jaxllm.text.tokenizer.TokenizerFiles`
     weights.safetensors, *.jaxexport     or     *.tflite
 
@@ -12,6 +13,7 @@ loop over programs needs, so that running them requires neither model code nor t
 
 import collections
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -62,27 +64,37 @@ def malformed(path: Path, error: Exception) -> ProgramError:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """Size and checksum of a file of the folder."""
+    """Size and checksums of a file of the folder: a fast one against damage, and a secure one, which the
+    signature of the manifest covers."""
 
     size_bytes: int = option(low=0, high=1 << 50)
     xxh3_128: str
+    sha256: str = ""
 
     def __post_init__(self) -> None:
         check_options(self)
 
     @classmethod
-    def of(cls, path: Path) -> "StoredFile":
-        """The record of a file on disk.
+    def of(cls, path: Path, *, secure: bool = True) -> "StoredFile":
+        """The record of a file on disk; without the secure checksum, which takes longer, unless `secure`.
 
         Raises:
           OSError: the file cannot be read, or is no regular file.
         """
-        digest, size = xxhash.xxh3_128(), 0
+        digest, sha256, size = xxhash.xxh3_128(), hashlib.sha256() if secure else None, 0
         with open_regular(path) as file:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
+                if sha256 is not None:
+                    sha256.update(block)
                 size += len(block)
-        return cls(size_bytes=size, xxh3_128=digest.hexdigest())
+        return cls(
+            size_bytes=size, xxh3_128=digest.hexdigest(), sha256="" if sha256 is None else sha256.hexdigest()
+        )
+
+    def is_intact(self, found: "StoredFile") -> bool:
+        """Whether a file that was found has this size and fast checksum."""
+        return (found.size_bytes, found.xxh3_128) == (self.size_bytes, self.xxh3_128)
 
 
 def write_tokenizer(path: Path, files: TokenizerFiles) -> None:
@@ -98,7 +110,7 @@ Found = TypeVar("Found")
 
 MANIFEST = "program.json"
 VERSION = 1
-_MAX_MANIFEST_BYTES = 16 << 20
+MAX_MANIFEST_BYTES = 16 << 20
 _MAX_TOKENIZER_BYTES = 64 << 20
 _MAX_SIGNATURES = 1 << 12
 _READ_ERRORS = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, ConfigError)
@@ -120,6 +132,7 @@ class Manifest:
       adapters: adapters that programs accept as an input; None for none.
       stages: programs of single stages, for two processors; None for none.
       golden: answers that a device compares with its own at a first start.
+      release: number of the publisher, higher for each update (see `jaxllm.export.device.store`).
     """
 
     format: ProgramFormat
@@ -138,6 +151,7 @@ class Manifest:
     adapters: AdapterInputs | None = None
     stages: StageFacts | None = None
     golden: tuple[GoldenAnswer, ...] = ()
+    release: int = option(0, low=0, high=1 << 50)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -265,11 +279,27 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            data = json.loads(read_bytes(path, _MAX_MANIFEST_BYTES))
+            raw = read_bytes(path, MAX_MANIFEST_BYTES)
         except OSError as error:
             raise ProgramError(
                 f"{folder}: not a folder of programs ({error.strerror}); make one with `jaxllm export`"
             ) from error
+        manifest = cls.parse(raw, path)
+        for name, stored in manifest.files.items():
+            file = folder / name
+            if not file.is_file() or file.stat().st_size != stored.size_bytes:
+                raise ProgramError(f"{file}: missing or truncated; copy the folder again or export it again")
+        return manifest
+
+    @classmethod
+    def parse(cls, raw: bytes, path: Path) -> "Manifest":
+        """The manifest of the bytes of `program.json`, which errors name by `path`.
+
+        Raises:
+          ProgramError: it is malformed or of another version.
+        """
+        try:
+            data = json.loads(raw)
         except (ValueError, RecursionError) as error:
             raise malformed(path, error) from error
         version = data.pop("version", None) if isinstance(data, dict) else None
@@ -291,12 +321,9 @@ class Manifest:
             require(not unknown, f"there is no file {', '.join(unknown)}")
         except _READ_ERRORS as error:
             raise malformed(path, error) from error
-        for name, stored in manifest.files.items():
+        for name in manifest.files:
             if Path(name).name != name or "\0" in name:
                 raise ProgramError(f"{path}: {name!r:.80} is not a file of its folder")
-            file = folder / name
-            if not file.is_file() or file.stat().st_size != stored.size_bytes:
-                raise ProgramError(f"{file}: missing or truncated; copy the folder again or export it again")
         return manifest
 
     def read_tokenizer(self, folder: Path, name: str = TOKENIZER) -> TokenizerFiles:
@@ -330,7 +357,7 @@ class Manifest:
         Raises:
           ProgramError: its checksum is wrong, or it is not in the manifest.
         """
-        return self._intact(folder, name, lambda path: (path, StoredFile.of(path)))
+        return self._intact(folder, name, lambda path: (path, StoredFile.of(path, secure=False)))
 
     def _intact(self, folder: Path, name: str, read: Callable[[Path], tuple[Found, StoredFile]]) -> Found:
         path = folder / name
@@ -342,6 +369,6 @@ class Manifest:
             raise ProgramError(
                 f"{path}: cannot be read ({error.strerror}); copy the folder again or export it again"
             ) from error
-        if found != self.files[name]:
+        if not self.files[name].is_intact(found):
             raise ProgramError(f"{path}: the checksum is wrong; copy the folder again or export it again")
         return value

@@ -156,6 +156,16 @@ _CALIBRATION_CHARACTERS = 1 << 20
     metavar="RANK",
     help="Maximum rank of adapters as inputs of programs.  [default: that of --adapter-input]",
 )
+@click.option(
+    "--release",
+    type=click.IntRange(0, 1 << 50),
+    default=0,
+    metavar="NUMBER",
+    help="For device, the number of this release: an update has a higher one than what it replaces.",
+)
+@path_option(
+    "--sign", metavar="KEY", help="For device, sign the folder with the ed25519 key of a publisher (PEM)."
+)
 def export_command(
     bundle: Path,
     output: Path,
@@ -164,6 +174,7 @@ def export_command(
     calibration_text: Path | None,
     platforms: tuple[str, ...],
     adapter: Path | None,
+    sign: Path | None,
     **shapes: Any,
 ) -> None:
     """Export a model as programs that run without our model code, or as a model for other engines.
@@ -188,6 +199,8 @@ def export_command(
         raise click.UsageError("--precision w8a8 and --calibration-text FILE go together")
     if shapes["without_shadow"] and precision != "w8a8":
         raise click.UsageError("--without-shadow goes with --precision w8a8")
+    if kind != "device" and (sign is not None or shapes["release"]):
+        raise click.UsageError("--release and --sign go with --format device")
     allowed = PLAIN[kind] if kind in PLAIN else CONTENTS[kind].precisions
     if precision not in allowed:
         raise click.UsageError(f"--format {kind} takes --precision {', '.join(allowed)}, not {precision}")
@@ -202,6 +215,7 @@ def export_command(
     # Imported here, so that --help and usage errors do not wait.
     from jaxllm.checkpoints.gguf_file import is_checkpoint
     from jaxllm.export import quantized
+    from jaxllm.export.folder_format.publisher import read_private_key, sign_folder
     from jaxllm.export.signatures import ExportPlan
     from jaxllm.export.stablehlo import DTYPES, export_stablehlo
     from jaxllm.export.subject import AdapterOptions, read_subject
@@ -219,6 +233,7 @@ def export_command(
     require_contents(kind, plan, levels=len(plan.levels), adapters=inputs is not None)
     # Fail before anything is read, also for extras that are not imported yet.
     require_format(kind)
+    publisher = None if sign is None else read_private_key(sign)
     if is_checkpoint(bundle):
         # Programs hold floats, or quantize them once.
         with open_model(bundle, weights="f32") as opened:
@@ -242,6 +257,8 @@ def export_command(
             said = [_facts(output, manifest)]
         else:
             said = _export_tflite(subject, output, plan, kind, precision, calibration_text, progress)
+    if publisher is not None:
+        sign_folder(output, publisher)
     for line in [*said, *(f"without {each}" for each in without)]:
         click.echo(line)
 

@@ -111,6 +111,23 @@ def temporary_file(path: Path) -> Iterator[tuple[Path, BinaryIO]]:
             temporary.unlink(missing_ok=True)
 
 
+def remove_folder(path: Path) -> None:
+    """Removes a folder with all that is in it. Its name is free at once; what a killed process left of it is
+    removed by the next writer of the same name.
+
+    Raises:
+      BlockingIOError: another process has locked it.
+      OSError: it is missing, or cannot be removed.
+    """
+    with _opened(path) as number:
+        if _lock(number) is False:
+            raise BlockingIOError(errno.EWOULDBLOCK, "a process uses it", str(path))
+        temporary = _temporary_name(path)
+        path.rename(temporary)
+        shutil.rmtree(temporary)
+    sync(path.parent)
+
+
 def require_replaceable(path: Path) -> None:
     """Raises FileExistsError unless `path` is a regular file, or nothing yet.
 

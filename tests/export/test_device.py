@@ -2,7 +2,6 @@
 sources."""
 
 import json
-import re
 import shutil
 import subprocess
 import sysconfig
@@ -21,7 +20,6 @@ from jaxllm.export.loop_modules import ABSENT
 from jaxllm.export.programs.model import open_program
 from jaxllm.serving.engine.request import GenerationConfig
 from tests.export.conftest import PLAN
-from tests.export.device.conftest import FOLDER_VARIABLE
 from tests.export.models import CFG, OPTIONS
 
 pytest.importorskip("litert_converter")
@@ -125,24 +123,6 @@ def test_the_folder_runs_by_itself(python, folder, tmp_path):
     assert len(answer["tokens"]) <= 4
     if "peak_memory_bytes" in facts:
         assert facts["peak_memory_bytes"] - facts["weights_bytes"] <= MOST_BYTES
-
-
-def test_the_suite_of_a_device_passes_there(python, folder, tmp_path):
-    """All of its tests but those of HTTP, which takes other packages, and of draws and executors beside
-    JAX's."""
-    files = [f"tests/export/device/test_{each}.py" for each in ("contexts", "opening")]
-    plugins = [
-        "--noconftest", "-p", "tests.export.device.conftest", "-p", "no:cacheprovider", "-p", "no:anyio",
-    ]  # fmt: skip
-    done = subprocess.run(
-        [str(python), "-m", "pytest", "-q", *plugins, f"--basetemp={tmp_path / 'its'}", *files],
-        env={FOLDER_VARIABLE: str(folder), "JAXLLM_CACHE": str(tmp_path / "cache")},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    passed, skipped = (int(re.search(rf"(\d+) {each}", done.stdout)[1]) for each in ("passed", "skipped"))
-    assert passed >= 12
-    assert skipped == done.stdout.count("could not import 'jax'") == 2
 
 
 def test_the_loop_has_what_a_device_imports_where_it_is_used(folder):

@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import functools
 import itertools
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -19,6 +21,7 @@ from jaxllm.cli.screen import PlainScreen
 from jaxllm.cli.shared_options import (
     answer_options,
     json_option,
+    listening_options,
     model_sampling_option,
     path_argument,
     path_option,
@@ -37,6 +40,7 @@ from jaxllm.export.device.opening import (
     weights_bytes,
 )
 from jaxllm.export.device.service import ProgramService
+from jaxllm.export.device.store import STATE, ModelStore
 from jaxllm.export.programs.executor import Accelerator
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.option_types import Level, Size
@@ -51,15 +55,23 @@ from jaxllm.text.prompts import Prompt
 
 _BUDGET = "256MB"
 # Additional packages of `serve`.
-SERVING_PACKAGES = "cryptography httptools msgspec prometheus_client starlette uvicorn uvloop"
+SERVING_PACKAGES = (
+    "cryptography httptools jsonschema llguidance msgspec prometheus_client starlette uvicorn uvloop"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Choice:
     """Values of the options before the command (see `open_device`), and the age of the process after all
-    imports; None if the system does not report it."""
+    imports; None if the system does not report it.
 
-    folder: Path
+    Attributes:
+      place: folder of the programs, or of a store of them.
+      options: arguments with which another process opens a folder with the same means.
+    """
+
+    place: Path
+    options: Sequence[str]
     threads: int
     memory_bytes: int
     drafts: SpeculationOptions | None
@@ -67,6 +79,30 @@ class _Choice:
     accelerator: Accelerator
     adapter: str | None
     imported_ms: float | None
+
+    @property
+    def store(self) -> ModelStore | None:
+        """The store of the programs; None for a folder of them."""
+        return ModelStore(self.place) if (self.place / STATE).is_file() else None
+
+    @functools.cached_property
+    def folder(self) -> Path:
+        """The folder of the programs: in a store, that in use once an update was tried."""
+        if (store := self.store) is None:
+            return self.place
+        # Else an installed loop runs every folder, and none of its code.
+        of_store, before = Path(__file__).is_relative_to(store.folder), store.state.using
+
+        def trial(update: Path) -> list[str]:
+            if of_store:
+                return [sys.executable, str(update), *self.options, "facts"]
+            return [sys.executable, "-m", "jaxllm.cli.device", *self.options, str(update), "facts"]
+
+        folder = store.settled(trial)
+        if of_store and folder.name != before:
+            # With the update's loop.
+            os.execv(sys.executable, sys.orig_argv)
+        return folder
 
     def open(self, level: int = FULL_LEVEL) -> Engine[ProgramModel]:
         """Opens the engine at a level."""
@@ -170,7 +206,7 @@ def device(
     folder: Path,
     **runs: Any,
 ) -> None:
-    """Run the programs in FOLDER, which `jaxllm export --format device` wrote.
+    """Run the programs in FOLDER, which `jaxllm export --format device` wrote, or those in use of a store.
 
     Without a command, talk with the model.
 
@@ -179,8 +215,10 @@ def device(
       python -m jaxllm.cli.device programs generate --prompt "Once upon a time"
     """
     del debug
+    means = {"threads": threads, "memory": memory_bytes, **runs}
     context.obj = _Choice(
-        folder=folder,
+        place=folder,
+        options=[part for name, value in means.items() for part in (f"--{name}", str(value))],
         threads=threads,
         memory_bytes=memory_bytes,
         drafts=speculation(draft),
@@ -296,32 +334,76 @@ def profile_command(choice: _Choice, as_json: bool) -> None:
 
 
 @device.command("serve")
-@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Listen there.  [default: 127.0.0.1]")
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="[default: 8000; 0: a free one]")
+@listening_options
 @model_sampling_option
 @_context_options
 @click.pass_obj
-def serve_command(choice: _Choice, host: str, port: int, model_sampling: bool, **stored: Any) -> None:
-    """Serve the model to the apps of this device over HTTP."""
+def serve_command(
+    choice: _Choice,
+    config: Path | None,
+    folder: Path | None,
+    budget_bytes: int,
+    context_bits: int,
+    **given: Any,
+) -> None:
+    """Serve the model to the apps of this device over HTTP or a Unix socket."""
     try:
         # Imported here: no other command needs these packages.
-        from jaxllm.export.device.serving import OpenedPrograms
+        from jaxllm.export.device.serving import OpenedPrograms, device_options
         from jaxllm.serving.server.daemon import run
-        from jaxllm.serving.server.service_options import ServerOptions
     except ImportError as error:
         raise ConfigError(f"{error.name} is not installed; pip install {SERVING_PACKAGES}") from error
-    name = f"[{host}]" if ":" in host else host
-    # Programs have a batch of one.
-    options = ServerOptions(
-        http=f"{name}:{port}", model=str(choice.folder), batch_rows=(), model_sampling=model_sampling
-    )
+    given = {name: value for name, value in given.items() if value is not None}
+    options = dataclasses.replace(device_options(config), model=str(choice.folder), **given)
 
     def opener(progress: Any) -> OpenedPrograms:
         del progress
-        service = choice.serve(**stored)
-        return OpenedPrograms(service, choice.memory_bytes, model_sampling)
+        service = choice.serve(folder, budget_bytes, context_bits)
+        return OpenedPrograms(service, choice.memory_bytes, options.model_sampling)
 
-    run(options, opener)
+    run(options, opener, config=config)
+
+
+@device.command("store")
+@path_argument("path")
+@path_option(
+    "--key", help="PEM file of the publisher's public ed25519 key, which updates must be signed with."
+)
+@click.pass_obj
+def store_command(choice: _Choice, path: Path, key: Path | None) -> None:
+    """Make a store at PATH, which keeps two models: this one, and an update of it.
+
+    \b
+    Example:
+      python device store model --key public.pem
+      python model install update.zip
+    """
+    store = ModelStore.make(path, choice.place, key)
+    click.echo(f"{path}: release {store.manifest('a').release}; run it with: python {path}")
+
+
+@device.command("install")
+@path_argument("update")
+@click.pass_obj
+def install_command(choice: _Choice, update: Path) -> None:
+    """Install UPDATE, a folder of `jaxllm export --format device` or a zip file of one, into a store.
+
+    The next start tries it; the model in use answers until then, and afterwards where the update fails.
+    """
+    click.echo(_store(choice).install(update))
+
+
+@device.command("status")
+@json_option
+@click.pass_obj
+def status_command(choice: _Choice, as_json: bool) -> None:
+    """Show which model a store uses, and what became of the last update."""
+    facts = _store(choice).facts()
+    if as_json:
+        print_json(facts)
+        return
+    for name, value in facts.items():
+        click.echo(f"{name:10}{value}")
 
 
 @device.command("facts")
@@ -365,6 +447,12 @@ def main(argv: Sequence[str] | None = None, *, folder: Path | None = None) -> No
     command.params = [each for each in device.params if each.name != "folder"]
     command.callback = functools.partial(device.callback, folder=folder)
     run_command(command, f"python {folder}", argv)
+
+
+def _store(choice: _Choice) -> ModelStore:
+    if (store := choice.store) is None:
+        raise ConfigError(f"{choice.place} is not a store of a model; make one with the command `store`")
+    return store
 
 
 def _shown(answer: Answer, *, as_json: bool) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Contexts on a device: swapped under a budget, restored after a restart, the same answers."""
 
 import contextlib
-import dataclasses
-import shutil
 
 import pytest
 
@@ -10,11 +8,12 @@ from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import BudgetExceeded
 from jaxllm.export.device.contexts import ProgramContexts
 from jaxllm.export.device.opening import open_device, profile_path
-from jaxllm.export.folder_format.manifest import LOOP, MAIN, Manifest, StoredFile
+from jaxllm.export.folder_format.manifest import LOOP, MAIN
 from jaxllm.export.folder_format.signature import CHUNK_TOKENS
 from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.contexts.layout import SUFFIX
 from jaxllm.serving.engine.request import GenerationConfig, Session
+from tests.export.device.conftest import updated
 from tests.export.sizes import CFG
 
 CONFIG = GenerationConfig(max_tokens=6, ignore_eos=True)
@@ -120,23 +119,15 @@ def test_updates_of_the_loop_and_of_the_programs(engine, folder, contexts, tmp_p
     """One of the loop leaves chunks and profile. A context of other programs is computed again from its
     tokens; until then it is as it was: its own programs find its chunks."""
 
-    def updated(place, **files):
-        shutil.copytree(folder, place)
-        manifest, stored = Manifest.read(folder), {}
-        for file, text in files.items():
-            (place / file).write_text(text)
-            stored[file] = StoredFile.of(place / file)
-        dataclasses.replace(manifest, files={**manifest.files, **stored}).write(place)
-        return open_device(place)
-
     name, _ = begun(contexts, TURNS[1])
-    loop = updated(tmp_path / "loop", **{LOOP: "modules", MAIN: "what starts them"})
+    changed = {LOOP: b"modules", MAIN: b"what starts them"}
+    loop = open_device(updated(folder, tmp_path / "loop", **changed))
     assert profile_path(loop) == profile_path(engine)
     with reopened(loop, tmp_path) as again:
         answer = go_on(again, name)
         assert (answer.restoration.read, answer.restoration.moved) == ((0,), ())
         sequence = list(answer.sequence)
-    other = updated(tmp_path / "other", **{"more.weights": "of a new version"})
+    other = open_device(updated(folder, tmp_path / "other", **{"more.weights": b"of a new version"}))
     assert profile_path(other) != profile_path(engine)
     with reopened(other, tmp_path) as again:
         assert len(opened(again, name).tokens) == len(sequence)

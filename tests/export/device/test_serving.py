@@ -2,6 +2,13 @@
 
 import asyncio
 import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -10,11 +17,12 @@ from jaxllm.errors import ConfigError, ContextGone
 from jaxllm.export.device.contexts import ProgramContexts
 from jaxllm.export.device.opening import longest_cache_bytes, needed_bytes
 from jaxllm.export.device.service import ProgramService
-from jaxllm.export.device.serving import OpenedPrograms
+from jaxllm.export.device.serving import OpenedPrograms, device_options
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.server.api.app import make_app
 from jaxllm.serving.server.backend import Backend
 from jaxllm.serving.server.calls import AdapterGone, Call, Ended, Piece, Started
+from tests.export.device.conftest import FOLDER_VARIABLE
 
 CONFIG = GenerationConfig(max_tokens=6, ignore_eos=True)
 
@@ -107,6 +115,11 @@ async def test_the_wire_formats_of_the_live_service_and_what_programs_do_not_hav
         assert whole["usage"]["completion_tokens"] <= 4
         planned = (await client.post("/v1/completions", json={**body, "slo": "<90,90>"})).json()
         assert planned["jaxllm"]["level"] in (40, 100)
+        schema = {"enum": ["red", "green"]}
+        chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20, "temperature": 0}
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "color", "schema": schema}}
+        (choice,) = (await client.post("/v1/chat/completions", json=chat)).json()["choices"]
+        assert json.loads(choice["message"]["content"]) in schema["enum"]
         models = (await client.get("/v1/models")).json()["data"]
         assert [each["jaxllm"]["levels"] for each in models] == [[40, 100]]
 
@@ -116,3 +129,47 @@ def test_memory_bounds_the_answers_that_run(engine, profile):
     spare = longest_cache_bytes(engine.model.executor.manifest)
     for limit, running in ((need, 1), (need + spare, 2), (need + 100 * spare, 4), (0, 4)):
         assert OpenedPrograms(ProgramService(engine, profile), limit)._scheduler().running == running
+
+
+def test_options_are_those_that_programs_have(tmp_path):
+    path = tmp_path / "service.toml"
+    assert device_options().batch_rows == ()
+    path.write_text("[limits.apps.mail]\nforeground_only = true")
+    assert device_options(path).limits.of("mail").foreground_only
+    for text in ("memory = 1", "[scheduler]\nqueued = 1", "contexts = 'c'", "context_keys = 'k'"):
+        path.write_text(text)
+        with pytest.raises(
+            ConfigError, match=f"exported programs have no option {text.split()[0].strip('[]')[:9]}"
+        ):
+            device_options(path)
+
+
+@pytest.mark.skipif(FOLDER_VARIABLE not in os.environ, reason="runs on a device (make test-device)")
+def test_its_loop_serves_over_a_socket(folder, tmp_path):
+    (tmp_path / "service.toml").write_text(
+        f"[limits]\nforeground_only = true\n[apps]\n'uid:{os.getuid()}' = 'mail'"
+    )
+    # Names of sockets are short.
+    with tempfile.TemporaryDirectory() as place:
+        path = Path(place) / "s"
+        command = [
+            sys.executable, "-P", str(folder), "serve", "--socket", str(path), "--config", "service.toml",
+        ]  # fmt: skip
+        device = subprocess.Popen(command, cwd=tmp_path, env={"JAXLLM_CACHE": str(tmp_path / "cache")})
+        transport = httpx.HTTPTransport(uds=str(path))
+        try:
+            with httpx.Client(transport=transport, base_url="http://localhost", timeout=60) as client:
+                late_s = time.monotonic() + 120
+                while not path.exists() or client.get("/ready").status_code != 200:
+                    assert device.poll() is None
+                    assert time.monotonic() < late_s
+                    time.sleep(0.05)
+                body = {"prompt": "the", "max_tokens": 20, "guided_json": {"enum": ["red", "green"]}}
+                refused = client.post("/v1/completions", json=body)
+                assert refused.json()["error"]["code"] == "BACKGROUND_USE_BLOCKED"
+                assert client.post("/v1/device", json={"foreground": ["mail"]}).status_code == 200
+                (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+                assert json.loads(choice["text"]) in ("red", "green")
+        finally:
+            device.terminate()
+        assert device.wait(60) == 0

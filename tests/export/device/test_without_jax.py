@@ -38,6 +38,9 @@ def test_a_device_imports_them():
     done = without_jax("for name in sys.argv[1:]: importlib.import_module(name)", *SHARED)
     assert done.returncode == 0, done.stderr
     assert "jax is not on a device" in without_jax("import jaxllm.sampling").stderr
+    # What is imported where it is used.
+    done = without_jax("from jaxllm.export.device.serving import device_options; device_options()")
+    assert done.returncode == 0, done.stderr
 
 
 def packages(*modules):
