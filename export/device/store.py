@@ -154,7 +154,8 @@ class ModelStore:
         """The model in use, an update that the next start tries or why the last one failed, and the
         publisher's key."""
         state = self.state
-        named = {"using": state.using, **({"trying": state.trying} if state.trying else {})}
+        named: dict[str, Slot] = {"using": state.using}
+        named |= {"trying": state.trying} if state.trying else {}
         facts = {}
         for what, slot in named.items():
             manifest = self.manifest(slot)
@@ -204,13 +205,13 @@ class ModelStore:
                 self._write(dataclasses.replace(state, trying=slot))
         return f"release {update.manifest.release} is installed, and tried at the next start"
 
-    def settled(self, command: Callable[[Path], Sequence[str]]) -> Path:
+    def settled(self, commands: Callable[[Path], Sequence[Sequence[str]]]) -> Path:
         """Tries an update, if there is one, and returns the folder in use from then on; it stays until this
         process ends.
 
         Args:
-          command: of a folder, what starts a process that opens its programs and ends with exit code 0 if
-            they answer as where they were made.
+          commands: of a folder, what starts processes that try it, one after the other, and end with exit
+            code 0 if its programs open and answer as where they were made.
 
         Raises:
           ProgramError: see `StoreState.read`.
@@ -221,16 +222,18 @@ class ModelStore:
             with self._changing(wait=True) as state, _written(self.folder):
                 # Another process may have tried it meanwhile.
                 if state.trying is not None:
-                    state = self._tried(state, state.trying, command(self.folder / state.trying))
+                    state = self._tried(state, state.trying, commands(self.folder / state.trying))
         self._hold(state.using)
         return self.folder / state.using
 
-    def _tried(self, state: StoreState, slot: Slot, command: Sequence[str]) -> StoreState:
+    def _tried(self, state: StoreState, slot: Slot, commands: Sequence[Sequence[str]]) -> StoreState:
         why: str | None = f"{state.trials} starts of it were ended from outside"
         if state.trials < _TRIALS:
             # Written before: the trial may end this process, too.
             self._write(state := dataclasses.replace(state, trials=state.trials + 1))
-            if (why := _trial(command)) is None:
+            # The first that fails tells why.
+            why = next((each for each in map(_trial, commands) if each != ""), "")
+            if why is None:
                 return state
         assert why is not None
         if why:

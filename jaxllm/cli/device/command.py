@@ -41,6 +41,7 @@ from jaxllm.export.device.opening import (
 )
 from jaxllm.export.device.service import ProgramService
 from jaxllm.export.device.store import STATE, ModelStore
+from jaxllm.export.folder_format.manifest import LOOP
 from jaxllm.export.programs.executor import Accelerator
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.option_types import Level, Size
@@ -57,6 +58,13 @@ _BUDGET = "256MB"
 # Additional packages of `serve`.
 SERVING_PACKAGES = (
     "cryptography httptools jsonschema llguidance msgspec prometheus_client starlette uvicorn uvloop"
+)
+
+
+# Runs a loop on a folder: python -c ... LOOP FOLDER [COMMAND].
+_RUN_LOOP = (
+    "import pathlib, sys; sys.path.insert(0, sys.argv.pop(1)); "
+    "from jaxllm.cli.device.__main__ import main; main(pathlib.Path(sys.argv.pop(1)))"
 )
 
 
@@ -93,12 +101,14 @@ class _Choice:
         # Else an installed loop runs every folder, and none of its code.
         of_store, before = Path(__file__).is_relative_to(store.folder), store.state.using
 
-        def trial(update: Path) -> list[str]:
-            if of_store:
-                return [sys.executable, str(update), *self.options, "facts"]
-            return [sys.executable, "-m", "jaxllm.cli.device", *self.options, str(update), "facts"]
+        def trials(update: Path) -> list[list[str]]:
+            if not of_store:
+                return [[sys.executable, "-m", "jaxllm.cli.device", *self.options, str(update), "facts"]]
+            # The update's loop must know this store, too.
+            known = [sys.executable, "-c", _RUN_LOOP, str(update / LOOP), str(store.folder), "status"]
+            return [known, [sys.executable, str(update), *self.options, "facts"]]
 
-        folder = store.settled(trial)
+        folder = store.settled(trials)
         if of_store and folder.name != before:
             # With the update's loop.
             os.execv(sys.executable, sys.orig_argv)

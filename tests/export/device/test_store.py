@@ -70,7 +70,7 @@ def update(folder, sign, tmp_path):
 
 def trial(code):
     """What tries an update by running code."""
-    return lambda folder: [sys.executable, "-c", code, str(folder)]
+    return lambda folder: [[sys.executable, "-c", code, str(folder)]]
 
 
 PASSES = trial("")

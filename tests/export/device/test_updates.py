@@ -43,6 +43,16 @@ def with_note(folder, release):
     return loop.getvalue()
 
 
+def older_loop():
+    """A loop that runs folders alone."""
+    loop, code = io.BytesIO(), "def main(folder): __import__('sys').exit('no store here')"
+    with zipfile.ZipFile(loop, "w") as file:
+        for name in ("", "cli/", "cli/device/"):
+            file.writestr(f"jaxllm/{name}__init__.py", "")
+        file.writestr("jaxllm/cli/device/__main__.py", code)
+    return loop.getvalue()
+
+
 # What an update changes, by the files that it has.
 KINDS = {
     "nothing": lambda folder, release: {},
@@ -110,6 +120,7 @@ def test_contexts_go_on_and_what_fails_falls_back(folder, place, keys, tmp_path)
     )
     for how, why in (
         ({LOOP: b"no archive"}, "No module named"),
+        ({LOOP: older_loop()}, "no store here"),
         ({"golden": wrong, "more.weights": b"1"}, "answers otherwise than where the programs were made"),
         ({MAIN: b"import os; os.abort()"}, "exit code -6"),
     ):
@@ -132,7 +143,7 @@ def live(said, place, contexts, update, seed):
     try:
         draw, store = random.Random(seed), ModelStore(place)
         start = [sys.executable, "-m", "jaxllm.cli.device", "--threads", "1"]
-        folder = store.settled(lambda update: [*start, str(update), "facts"])
+        folder = store.settled(lambda update: [[*start, str(update), "facts"]])
         kept = ProgramContexts(open_device(folder, threads=1), contexts, budget_bytes=1 << 16)
         key, deeds = kept.engine.model.program_files, itertools.count()
         said.send(("open", store.manifest(store.state.using).release))
@@ -243,15 +254,17 @@ def test_kills_lose_nothing(folder, place, keys, tmp_path, monkeypatch, kills):
     SERVER.set_forkserver_preload([__name__])
     sign, draw = read_private_key(keys[0]), random.Random(kills)
     driver = Driver(place, tmp_path / "contexts", tmp_path / "cache")
-    # As long as it takes to try an update, to open and to answer some turns.
-    most_s = 4 * driver.life(folder, kills)
-    for seed in range(kills):
-        kind = list(KINDS)[seed % len(KINDS)]
-        release = seed + 2
-        update = updated(
-            folder, tmp_path / f"update-{seed}", release=release, sign=sign, **KINDS[kind](folder, release)
-        )
-        driver.life(zipped(update, tmp_path / f"{seed}.zip"), seed, draw.uniform(0, most_s))
+    most_s = None
+    for release in range(2, kills + 2):
+        kind = list(KINDS)[release % len(KINDS)]
+        place = tmp_path / str(release)
+        update = updated(folder, place, release=release, sign=sign, **KINDS[kind](folder, release))
+        update = zipped(update, place.with_suffix(".zip"))
+        if most_s is None:
+            # As long as it takes to try an update and to open it, and again for turns and another update.
+            ModelStore(driver.place).install(update)
+            most_s = 2 * driver.life(update, release)
+        driver.life(update, release, draw.uniform(0, most_s))
     assert driver.opened > kills // 3
     assert min(driver.installed, driver.kept) > kills // 10
     print(
