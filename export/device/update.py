@@ -159,7 +159,7 @@ def _read(source: Path, opener: Opener, name: str, most_bytes: int, *, needed: b
 
 @contextlib.contextmanager
 def _named(source: Path, name: str) -> Iterator[None]:
-    """Names an update and its file in errors of reading it."""
+    """Names an update and its file in errors that it cannot be read."""
     try:
         yield
     except (KeyError, FileNotFoundError) as error:
