@@ -9,6 +9,7 @@ from jaxllm.bundle import Bundle
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BudgetExceeded
 from jaxllm.experts.mixture import visit_rows
+from jaxllm.kernels import native
 from jaxllm.kernels.native_products import begun_shape
 from jaxllm.kv.states import states_bytes
 from jaxllm.layer_configs import layer_config, shares_kv
@@ -142,9 +143,9 @@ def least_budget(budget_bytes: int, missing_bytes: int) -> int:
 _FLOAT_BYTES = 4
 # Rows of a vocabulary for each tip that drafts: logits, probabilities, and their order.
 _DRAFT_LOGITS = 3
-# Rows of a vocabulary besides the logits of a tree's nodes, one of which is sampled at a time: counts,
-# probabilities, their order, random numbers.
-_SETTLED_LOGITS = 7
+# Rows of a vocabulary besides the logits of a tree's nodes, one of which is sampled at a time: counts, and
+# without kernels probabilities, their order, and random numbers.
+_SETTLED_LOGITS, _SETTLED_WITHOUT_KERNELS = 3, 17
 # Copies of the scores of the encoder's pairs of tokens, for a block of queries: the additive terms, before
 # and after the softmax, and packed for products.
 _SCORE_COPIES = 5
@@ -266,7 +267,8 @@ def activation_bytes(cfg: ModelConfig, options: EngineOptions, *, drafts: bool =
     if trees is not None and drafts:
         rows_of_logits = _DRAFT_LOGITS * trees.tips
     elif trees is not None:
-        rows_of_logits = trees.nodes[-1] + _SETTLED_LOGITS
+        by_kernel = native.kernels().native
+        rows_of_logits = trees.nodes[-1] + (_SETTLED_LOGITS if by_kernel else _SETTLED_WITHOUT_KERNELS)
     logits = rows_of_logits * cfg.vocab_size * _FLOAT_BYTES
     visits = _visits_bytes(cfg, options.chunk_tokens[-1])
     return 2 * hidden + computed + visits + logits

@@ -21,6 +21,7 @@ from jaxllm.serving.weights.pieces import LayerPiece, Range
 from jaxllm.serving.weights.prefetch import WeightStream
 from jaxllm.speculation.tree import new_tree
 from jaxllm.steps.trees import settle
+from tests.kernels.switching import fall_back
 from tests.tiny import TINY
 
 LAYERS, SIZE = 4, 8 * PAGE
@@ -208,9 +209,13 @@ def test_a_budget_is_divided(sizes, budget, fixed, slots, slot_bytes, resident, 
         plan_memory([10] * 8, MemoryBudget(24, 5, "a context"))
 
 
-def test_the_logits_of_a_tree_are_counted():
+# Of two sizes, because what was traced is kept.
+@pytest.mark.parametrize(("kernels", "vocab"), [(True, 8192), (False, 16384)])
+def test_the_logits_of_a_tree_are_counted(kernels, vocab, monkeypatch):
     """Those that the graph takes which settles a tree, and what it computes of them."""
-    cfg, trees = dataclasses.replace(TINY, vocab_size=8192), TreeShape(nodes=(8, 16), room=32, tips=2)
+    if not kernels:
+        fall_back(monkeypatch)
+    cfg, trees = dataclasses.replace(TINY, vocab_size=vocab), TreeShape(nodes=(8, 16), room=32, tips=2)
     tree = new_tree(jnp.int32(0), trees.nodes[-1])
     logits = jax.ShapeDtypeStruct((trees.nodes[-1], cfg.vocab_size), jnp.float32)
     graph = jax.jit(settle).lower(

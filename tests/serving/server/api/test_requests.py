@@ -36,7 +36,8 @@ ERRORS = [
     (ConfigError("x"), 400), (TemplateError("x"), 400), (ContextOverflow("x"), 400), (ContextGone("x"), 404),
     (ContextBusy("x"), 409), (ObjectiveMissed("x"), 422), (BudgetExceeded("x"), 507),
     (Refused("x", reason="full", retry_after_s=2.5), 429), (Refused("x", reason="loading"), 503),
-    (Refused("x", reason="budget"), 507), (Refused("x", reason="failed"), 503), (GrammarLate("x"), 503),
+    (Refused("x", reason="quota"), 429), (Refused("x", reason="background"), 403),
+    (Refused("x", reason="failed"), 503), (GrammarLate("x"), 503),
     (RuntimeError("a secret"), 500), (CheckpointError("a secret path"), 500),
 ]  # fmt: skip
 
