@@ -48,14 +48,15 @@ ALWAYS_INLINE float float_of(uint32_t key) {
 // A logit relative to the largest, by the temperature.
 ALWAYS_INLINE float scaled(float x, float most, float temperature) { return (x - most) / temperature; }
 
-constexpr size_t kBlock = 256;
+// Not kBlock, which is of inputs.
+constexpr size_t kLogitsTogether = 256;
 
 // Writes the keys of scaled logits that are at least `least`; returns their number.
 size_t collect(const float* x, size_t count, float most, float temperature, uint32_t least, uint32_t* keys) {
   size_t n = 0;
-  for (size_t at = 0; at < count; at += kBlock) {
-    const size_t length = count - at < kBlock ? count - at : kBlock;
-    uint32_t here[kBlock], hits = 0;
+  for (size_t at = 0; at < count; at += kLogitsTogether) {
+    const size_t length = count - at < kLogitsTogether ? count - at : kLogitsTogether;
+    uint32_t here[kLogitsTogether], hits = 0;
     for (size_t i = 0; i < length; i++) {
       here[i] = key_of(scaled(x[at + i], most, temperature));
       hits += here[i] >= least;
@@ -178,19 +179,19 @@ int32_t draw(const float* x, size_t count, const Draw& how, const uint32_t* key,
     const uint32_t floor = key_of(logf(how.min_p));
     least = floor > least ? floor : least;
   }
-  for (size_t at = 0; at < count; at += kBlock) {
-    const size_t length = count - at < kBlock ? count - at : kBlock;
+  for (size_t at = 0; at < count; at += kLogitsTogether) {
+    const size_t length = count - at < kLogitsTogether ? count - at : kLogitsTogether;
     // What no noise lifts above the best.
     const uint32_t hopeless = key_of(best - kMostNoise);
     const uint32_t from = hopeless > least ? hopeless : least;
-    uint32_t here[kBlock], hits = 0;
+    uint32_t here[kLogitsTogether], hits = 0;
     for (size_t i = 0; i < length; i++) {
       here[i] = key_of(scaled(x[at + i], most, how.temperature));
       hits += here[i] >= from;
     }
     if (hits == 0) continue;
-    uint32_t random[kBlock];
-    const bool many = hits > kBlock / 16;
+    uint32_t random[kLogitsTogether];
+    const bool many = hits > kLogitsTogether / 16;
     for (size_t i = 0; many && i < length; i++) random[i] = random_bits(key, first + at + i);
     for (size_t i = 0; i < length; i++) {
       if (here[i] < from) continue;
