@@ -86,7 +86,6 @@ def run(bench: Run[Plan]) -> list[Row]:
         raise ConfigError(f"{model} is a folder; make a bundle with `jaxllm prepare` or `jaxllm elasticize`")
     with open_model(model) as bundle:
         cfg, weights, name = bundle.cfg, bundle.layout.weights, bundle.layout.name
-        end_ids = bundle.tokenizer_files().eos_ids
     systems, left_out = servers.systems_of(plan.systems, plan.llama_server, plan.slots, cfg)
     for each in (*left_out, *(f"{system.name}: {system.note}" for system in systems if system.note)):
         bench.tell(each)
@@ -107,7 +106,6 @@ def run(bench: Run[Plan]) -> list[Row]:
             weights=weights,
             threads=threads_of(plan.threads),
             context_tokens=context,
-            end_ids=end_ids,
             folder=Path(folder),
             keys=servers.keys_of(Path(folder)),
         )

@@ -214,7 +214,6 @@ class Conditions:
       floats: a Hugging Face folder of the same weights, for peers; None where there is no peer.
       weights: width of the bundle's weights.
       context_tokens: most tokens of prompt and answer together.
-      end_ids: tokens that end an answer of the model; answers have the length that was asked for.
       keys: of the apps, in the order of `APPS`.
     """
 
@@ -223,7 +222,6 @@ class Conditions:
     weights: str
     threads: int
     context_tokens: int
-    end_ids: tuple[int, ...]
     folder: Path
     keys: Sequence[str]
 
@@ -286,15 +284,13 @@ class OurService:
             "prompt": request.prompt,
             "max_tokens": request.answer_tokens,
             "temperature": 0,
+            "ignore_eos": True,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         if limits_ms is not None:
             objective, (ttft_ms, tpot_ms) = SLOS[request.app], limits_ms
             body["slo"] = {"ttft_ms": ttft_ms, "tpot_ms": tpot_ms} if objective.has_limit else str(objective)
-        if given.end_ids:
-            # Such a token is never chosen.
-            body["logit_bias"] = {str(each): -100.0 for each in given.end_ids}
         return {"headers": {"Authorization": f"Bearer {given.keys[request.app]}"}, "body": body}
 
 

@@ -242,7 +242,7 @@ def given(tmp_path_factory):
     folder = tmp_path_factory.mktemp("given")
     return servers.Conditions(
         model=folder / "model.jaxllm", floats=folder, weights="int8", threads=1, context_tokens=128,
-        end_ids=(7,), folder=folder, keys=[f"key {number}" for number in range(6)],
+        folder=folder, keys=[f"key {number}" for number in range(6)],
     )  # fmt: skip
 
 
@@ -346,7 +346,7 @@ def test_systems_are_asked_in_their_own_words(given):
     message = servers.OurService().message(request, (100.0, 10.0), given)
     assert message["headers"] == {"Authorization": "Bearer key 3"}
     assert message["body"]["slo"] == {"ttft_ms": 100.0, "tpot_ms": 10.0}
-    assert message["body"]["logit_bias"] == {"7": -100.0}
+    assert message["body"]["ignore_eos"]
     assert "slo" not in servers.OurService().message(request, None, given)["body"]
     body = servers.LlamaServer(Path("llama-server")).message(request, None, given)["body"]
     assert (body["prompt"], body["samplers"], body["top_k"]) == ((20, 21), ["top_k"], 1)
