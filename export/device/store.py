@@ -231,7 +231,7 @@ class ModelStore:
         if state.trials < _TRIALS:
             # Written before: the trial may end this process, too.
             self._write(state := dataclasses.replace(state, trials=state.trials + 1))
-            # The first that fails tells why.
+            # The first that fails says why.
             why = next((each for each in map(_trial, commands) if each != ""), "")
             if why is None:
                 return state

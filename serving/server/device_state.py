@@ -1,4 +1,4 @@
-"""What the system of a device reports to its service: heat, memory to give back, apps in the foreground.
+"""Describes what the system of a device reports: heat, memory to give back, apps in the foreground.
 
     executor.device = DeviceState(thermal="severe", foreground=("mail",))
 

@@ -1,4 +1,4 @@
-"""What a folder's loop and LiteRT-LM answer; a program, too, for Pythons that have no more than they need.
+"""Prints what a folder's loop and LiteRT-LM answer; for Pythons that have no more than they need, too.
 
 device_answers.py loop FOLDER PATH       for each line of ids on standard input what `device_check` prints, by
                                          the modules at PATH, such as a loop.pyz

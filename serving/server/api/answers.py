@@ -179,13 +179,13 @@ class Answer:
     ) -> Callable[[float], bytes | None]:
         """Makes what is sent while no frames come: the progress of the prompt where it was asked for, and
         comments, not for ever."""
-        told = None
+        shown = None
 
         def filling(quiet_s: float) -> bytes | None:
-            nonlocal told
+            nonlocal shown
             progress = self.choices[0].job.progress if self._progress else None
-            if progress not in (None, told):
-                told = progress
+            if progress not in (None, shown):
+                shown = progress
                 return progressed(progress) if progressed else _progress_comment(progress)
             if quiet_s < self._state.keep_alive_s or self._comments >= self._state.keep_alives:
                 return None

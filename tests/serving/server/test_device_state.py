@@ -1,4 +1,4 @@
-"""What a device's system reports: heat lowers levels, trim levels shrink what can be, and apps in the
+"""Tests what a device's system reports: heat lowers levels, trim levels shrink what can be, and apps in the
 background wait or are refused, as limits and a day's tokens say."""
 
 import pytest
