@@ -241,6 +241,28 @@ void add_sums(const AttentionShape& s, const Division& d, const float* sums, siz
   }
 }
 
+// Attends to `count` cuts of a tile from `first` on, each into its part of the tile's `parts`; `t` is the
+// last one. False without memory.
+bool attend_cuts(const Attention& a, const AttentionShape& s, const Division& d, size_t tile, size_t first,
+                 size_t count, float* parts, AttentionTile& t) {
+  const size_t scratch = attention_scratch(d.most_rows, s.width) * sizeof(float);
+  float* work = static_cast<float*>(thread_scratch(kTaskWork, scratch));
+  if (!work || !parts) return false;
+  const auto run = s.seen ? backend().attend_tree : backend().attend;
+  for (size_t cut = first; cut < first + count; cut++) {
+    t = d.tile(s, tile, cut);
+    t.scratch = work;
+    d.lay_out(t, parts + cut * d.part_floats());
+    run(a, t);
+  }
+  return true;
+}
+
+// What this thread's tile leaves: parts of all its cuts.
+float* own_parts(const Division& d) {
+  return static_cast<float*>(thread_scratch(kTaskOut, d.cuts * d.part_floats() * sizeof(float)));
+}
+
 }  // namespace
 
 Failure attention(const float* q, const float* k, const float* v, const float* cos, const float* sin,
@@ -253,17 +275,16 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
   }
   if (!write_new_rows(b, s)) return kNoMemory;
   const Division d(s, mass != nullptr);
-  const size_t part_bytes = d.part_floats() * sizeof(float);
   // The cuts of a tile alone are tasks of their own, and whoever is last joins them; those of the many tiles
   // of a tree are one thread's, one after another.
   const bool shared = d.cuts > 1 && !s.seen;
-  char* parts = nullptr;                     // of all heads and cuts
+  float* parts = nullptr;                    // of all heads and cuts
   std::atomic<uint32_t>* missing = nullptr;  // of each head, the cuts that are not done
   if (shared) {
-    const size_t all_bytes = heads(s) * d.cuts * part_bytes;
-    parts = static_cast<char*>(thread_scratch(kHidden, all_bytes + heads(s) * sizeof(*missing)));
+    const size_t all = heads(s) * d.cuts * d.part_floats();
+    parts = static_cast<float*>(thread_scratch(kHidden, all * sizeof(float) + heads(s) * sizeof(*missing)));
     if (!parts) return kNoMemory;
-    missing = reinterpret_cast<std::atomic<uint32_t>*>(parts + all_bytes);
+    missing = reinterpret_cast<std::atomic<uint32_t>*>(parts + all);
     for (size_t i = 0; i < heads(s); i++)
       new (missing + i) std::atomic<uint32_t>(static_cast<uint32_t>(d.cuts));
   }
@@ -275,8 +296,6 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
   float* sums = mass ? static_cast<float*>(thread_scratch(kMass, sums_bytes)) : nullptr;
   if (mass && !sums) return kNoMemory;
   if (mass) memset(sums, 0, sums_bytes);
-  const Backend& kernels = backend();
-  const auto run = s.seen ? kernels.attend_tree : kernels.attend;
   const size_t tasks_of_tile = shared ? d.cuts : 1, cuts_of_task = shared ? 1 : d.cuts;
   std::atomic<bool> failed{false};
   const auto attend = [&](size_t task) {
@@ -284,39 +303,31 @@ Failure attention(const float* q, const float* k, const float* v, const float* c
     // The last tiles see most keys: they go first, so that no thread ends with the longest one.
     const size_t tile = d.tiles - 1 - task / tasks_of_tile / heads(s);
     const Attention a = head_of(b, s, head);
-    const size_t scratch = attention_scratch(d.most_rows, s.width) * sizeof(float);
-    float* work = static_cast<float*>(thread_scratch(kTaskWork, scratch));
-    char* of_tile = shared ? parts + head * d.cuts * part_bytes
-                           : static_cast<char*>(thread_scratch(kTaskOut, d.cuts * part_bytes));
-    if (!work || !of_tile) {
+    float* of_tile = shared ? parts + head * d.cuts * d.part_floats() : own_parts(d);
+    AttentionTile t{};
+    if (!attend_cuts(a, s, d, tile, first_cut, cuts_of_task, of_tile, t)) {
       failed = true;
       return;
     }
-    AttentionTile t{};
-    for (size_t cut = first_cut; cut < first_cut + cuts_of_task; cut++) {
-      t = d.tile(s, tile, cut);
-      t.scratch = work;
-      d.lay_out(t, reinterpret_cast<float*>(of_tile + cut * part_bytes));
-      run(a, t);
-    }
+    float* const work = t.scratch;
     if (shared && missing[head].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     // Always in the same order, whoever it is.
-    join(a, s, t, d, reinterpret_cast<float*>(of_tile));
+    join(a, s, t, d, of_tile);
     for (size_t cut = 0; mass && !shared && cut < d.cuts; cut++) {
       t = d.tile(s, tile, cut);
-      d.lay_out(t, reinterpret_cast<float*>(of_tile + cut * part_bytes));
+      d.lay_out(t, of_tile + cut * d.part_floats());
       if (s.by_node) {
         add_mass_by_node(s, t, work, keys, sums + (tile * heads(s) + head) * d.tokens * keys);
         continue;
       }
       const size_t rows = (t.last - t.first) * s.group;
-      kernels.add_mass(t, rows, t.total, sums + (tile * heads(s) + head) * keys);
+      backend().add_mass(t, rows, t.total, sums + (tile * heads(s) + head) * keys);
     }
   };
   parallel(heads(s) * d.tiles * tasks_of_tile, attend, next);
   if (failed) return kNoMemory;
   if (mass) {
-    if (parts) add_heads(s, d, reinterpret_cast<float*>(parts), keys, sums);
+    if (parts) add_heads(s, d, parts, keys, sums);
     if (s.by_node) {
       add_sums_by_node(s, d, sums, keys, mass);
     } else {
@@ -342,19 +353,11 @@ Failure attention_of_rows(const AttentionBuffers* each, const AttentionShape* sh
     const AttentionShape& s = shapes[i];
     const Division& d = divisions[i];
     const Attention a = head_of(each[i], s, task - first[i]);
-    const size_t scratch = attention_scratch(d.most_rows, s.width) * sizeof(float);
-    float* work = static_cast<float*>(thread_scratch(kTaskWork, scratch));
-    float* parts = static_cast<float*>(thread_scratch(kTaskOut, d.cuts * d.part_floats() * sizeof(float)));
-    if (!work || !parts) {
+    float* parts = own_parts(d);
+    AttentionTile t{};
+    if (!attend_cuts(a, s, d, 0, 0, d.cuts, parts, t)) {
       failed = true;
       return;
-    }
-    AttentionTile t{};
-    for (size_t cut = 0; cut < d.cuts; cut++) {
-      t = d.tile(s, 0, cut);
-      t.scratch = work;
-      d.lay_out(t, parts + cut * d.part_floats());
-      backend().attend(a, t);
     }
     join(a, s, t, d, parts);
   });

@@ -19,6 +19,16 @@ namespace ffi = xla::ffi;
 using ffi::AnyBuffer;
 using ffi::Error;
 
+// A binding that begins with so many buffers.
+template <size_t count>
+auto takes() {
+  if constexpr (count == 0) {
+    return ffi::Ffi::Bind();
+  } else {
+    return takes<count - 1>().template Arg<AnyBuffer>();
+  }
+}
+
 void add_busy_ns(int64_t ns);
 
 // Adds the time it lives to what operations have taken.

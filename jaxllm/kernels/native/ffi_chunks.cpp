@@ -87,11 +87,7 @@ Error load_chunks_call(AnyBuffer extents, AnyBuffer bits, AnyBuffer slots, AnyBu
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER(LoadChunks, load_chunks_call,
-                       ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
+                       takes<4>()
                            .RemainingArgs()
                            .RemainingRets()
                            .Attr<int64_t>("tokens")

@@ -71,28 +71,10 @@ Error document_attention_gradients_call(AnyBuffer q, AnyBuffer k, AnyBuffer v, A
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER(DocumentAttentionHandler, document_attention_call,
-                       ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Ret<AnyBuffer>()
-                           .Ret<AnyBuffer>()
-                           .Attr<float>("scale"));
+                       takes<4>().Ret<AnyBuffer>().Ret<AnyBuffer>().Attr<float>("scale"));
 
 XLA_FFI_DEFINE_HANDLER(DocumentAttentionGradientsHandler, document_attention_gradients_call,
-                       ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Ret<AnyBuffer>()
-                           .Ret<AnyBuffer>()
-                           .Ret<AnyBuffer>()
-                           .Attr<float>("scale"));
+                       takes<7>().Ret<AnyBuffer>().Ret<AnyBuffer>().Ret<AnyBuffer>().Attr<float>("scale"));
 
 const Target kDocumentTargets[] = {
     {"jaxllm_document_attention", reinterpret_cast<void*>(+DocumentAttentionHandler)},

@@ -266,10 +266,7 @@ Error sum_visits_call(AnyBuffer visits, AnyBuffer places, AnyBuffer weights, Any
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER(Route, route_call,
-                       ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
+                       takes<3>()
                            .RemainingArgs()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
@@ -278,14 +275,7 @@ XLA_FFI_DEFINE_HANDLER(Route, route_call,
                            .Attr<bool>("normalized")
                            .Attr<Columns>("columns"));
 XLA_FFI_DEFINE_HANDLER(Experts, experts_call,
-                       ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
+                       takes<7>()
                            .RemainingArgs()
                            .Ret<AnyBuffer>()
                            .Attr<int64_t>("units")
@@ -295,27 +285,14 @@ XLA_FFI_DEFINE_HANDLER(Experts, experts_call,
                            .Attr<Numbers>("groups")
                            .Attr<Columns>("columns"));
 XLA_FFI_DEFINE_HANDLER(StoredExperts, stored_experts_call,
-                       ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
+                       takes<11>()
                            .Ret<AnyBuffer>()
                            .Ret<AnyBuffer>()
                            .Attr<int64_t>("units")
                            .Attr<int64_t>("experts")
                            .Attr<int64_t>("activation")
                            .Attr<float>("eps"));
-XLA_FFI_DEFINE_HANDLER(
-    SumVisits, sum_visits_call,
-    ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(SumVisits, sum_visits_call, takes<4>().Ret<AnyBuffer>());
 
 const Target kExpertTargets[] = {
     {"jaxllm_route", reinterpret_cast<void*>(+Route)},

@@ -277,11 +277,7 @@ Error integer_product_call(AnyBuffer x, AnyBuffer data, ffi::Result<AnyBuffer> y
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER(ToUnits, to_units_call,
-                       ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
+                       takes<4>()
                            .RemainingArgs()
                            .RemainingRets()
                            .Attr<int64_t>("bits")
@@ -293,12 +289,7 @@ XLA_FFI_DEFINE_HANDLER(ToUnits, to_units_call,
                            .Attr<bool>("shadowed")
                            .Attr<Columns>("columns"));
 XLA_FFI_DEFINE_HANDLER(FromUnits, from_units_call,
-                       ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
+                       takes<5>()
                            .RemainingArgs()
                            .Ret<AnyBuffer>()
                            .RemainingRets()
@@ -310,11 +301,7 @@ XLA_FFI_DEFINE_HANDLER(FromUnits, from_units_call,
                            .Attr<int64_t>("units_at")
                            .Attr<Columns>("columns"));
 XLA_FFI_DEFINE_HANDLER(FeedForward, feed_forward_call,
-                       ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
+                       takes<4>()
                            .RemainingArgs()
                            .Ret<AnyBuffer>()
                            .RemainingRets()
@@ -327,19 +314,10 @@ XLA_FFI_DEFINE_HANDLER(FeedForward, feed_forward_call,
                            .Attr<float>("eps")
                            .Attr<int64_t>("units_at")
                            .Attr<Columns>("columns"));
-XLA_FFI_DEFINE_HANDLER(AddNormed, add_normed_call,
-                       ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .RemainingArgs()
-                           .Ret<AnyBuffer>()
-                           .Attr<float>("eps")
-                           .Attr<Columns>("columns"));
-XLA_FFI_DEFINE_HANDLER(IntegerProduct, integer_product_call,
-                       ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(
+    AddNormed, add_normed_call,
+    takes<5>().RemainingArgs().Ret<AnyBuffer>().Attr<float>("eps").Attr<Columns>("columns"));
+XLA_FFI_DEFINE_HANDLER(IntegerProduct, integer_product_call, takes<2>().Ret<AnyBuffer>());
 
 const Target kProductTargets[] = {
     {"jaxllm_to_units", reinterpret_cast<void*>(+ToUnits)},

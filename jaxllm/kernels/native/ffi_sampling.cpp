@@ -43,10 +43,8 @@ Error draw_call(AnyBuffer x, AnyBuffer floats, AnyBuffer ints, AnyBuffer seed, f
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER(Largest, largest_call, ffi::Ffi::Bind().Arg<AnyBuffer>().Ret<AnyBuffer>());
-XLA_FFI_DEFINE_HANDLER(
-    Drawn, draw_call,
-    ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Arg<AnyBuffer>().Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(Largest, largest_call, takes<1>().Ret<AnyBuffer>());
+XLA_FFI_DEFINE_HANDLER(Drawn, draw_call, takes<4>().Ret<AnyBuffer>());
 
 const Target kSamplingTargets[] = {
     {"jaxllm_largest", reinterpret_cast<void*>(+Largest)},

@@ -54,21 +54,14 @@ Error zeros_call(ffi::RemainingRets results) {
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER(UnitRows, unit_rows_call,
-                       ffi::Ffi::Bind()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
-                           .Arg<AnyBuffer>()
+                       takes<4>()
                            .RemainingArgs()
                            .Ret<AnyBuffer>()
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("group")
                            .Attr<int64_t>("outputs")
                            .Attr<Columns>("columns"));
-XLA_FFI_DEFINE_HANDLER(
-    Copy, copy_call,
-    ffi::Ffi::Bind().Arg<AnyBuffer>().Arg<AnyBuffer>().RemainingArgs().Ret<AnyBuffer>().Attr<Columns>(
-        "columns"));
+XLA_FFI_DEFINE_HANDLER(Copy, copy_call, takes<2>().RemainingArgs().Ret<AnyBuffer>().Attr<Columns>("columns"));
 XLA_FFI_DEFINE_HANDLER(Zeros, zeros_call, ffi::Ffi::Bind().RemainingRets());
 
 const Target kTokenTargets[] = {
