@@ -50,6 +50,9 @@ class Subgraph:
                     self.become(
                         operator, self.kinds.GATHER, self.schema.BuiltinOptions.GatherOptions, options
                     )
+                    if self.subgraph.tensors[matrix].quantization is not None:
+                        operator.inputs = [line, matrix]
+                        self.become(operator, self.kinds.EMBEDDING_LOOKUP, 0, None)
             operators.append(operator)
         self.subgraph.operators = operators
         self.maker = {int(tensor): each for each in operators for tensor in each.outputs}
@@ -88,6 +91,24 @@ class Subgraph:
             self.subgraph.operators[at : at + 1] = [lookup, self.reshape(found, int(product.outputs[0]))]
             return
 
+    def drop_unused(self, signature: Any) -> None:
+        """Removes tensors that neither an operator nor the subgraph's signature uses."""
+        graph, tensors = self.subgraph, self.subgraph.tensors
+        lists = [graph, *graph.operators]
+        used = {int(at) for each in lists for side in (each.inputs, each.outputs) for at in side}
+        details = [each.quantization.details for each in tensors if each.quantization is not None]
+        blocks = [each for each in details if each is not None]
+        used |= {each.scales for each in blocks}
+        new = {at: count for count, at in enumerate(sorted(used - {-1}))}
+        for each in lists:
+            each.inputs = [new.get(int(at), -1) for at in each.inputs]
+            each.outputs = [new[int(at)] for at in each.outputs]
+        for each in (*signature.inputs, *signature.outputs):
+            each.tensorIndex = new[int(each.tensorIndex)]
+        for each in blocks:
+            each.scales = new[each.scales]
+        graph.tensors = [tensors[at] for at in new]
+
     def kind(self, operator: Any) -> int:
         """The operator's kind."""
         return self.model.operatorCodes[operator.opcodeIndex].builtinCode
@@ -96,11 +117,25 @@ class Subgraph:
         """The shape of a tensor."""
         return [int(each) for each in self.subgraph.tensors[tensor].shape]
 
+    def content(self, tensor: int) -> memoryview:
+        """The bytes of a constant."""
+        return content_of(self.model.buffers[self.subgraph.tensors[tensor].buffer], self.data)
+
     def before(self, tensor: int, through: tuple[int, ...]) -> Any:
         """The operator that makes a tensor, before any of some kinds; None for an input."""
         operator = self.maker.get(tensor)
         while operator is not None and self.kind(operator) in through:
             operator = self.maker.get(int(operator.inputs[0]))
+        return operator
+
+    def widening(self, source: int, target: int) -> Any:
+        """A new operator that makes float32 of a constant in float16, which XNNPACK runs once, when it packs
+        weights."""
+        operator = self.schema.OperatorT()
+        operator.inputs, operator.outputs = [source], [target]
+        self.become(operator, self.kinds.DEQUANTIZE, 0, None)
+        # The operator's version that accepts float16.
+        self.model.operatorCodes[operator.opcodeIndex].version = 3
         return operator
 
     def become(self, operator: Any, kind: int, options_type: int, options: Any) -> None:
@@ -120,12 +155,16 @@ class Subgraph:
         self.subgraph.tensors.append(made)
         return len(self.subgraph.tensors) - 1
 
+    def empty_buffer(self) -> int:
+        """A new buffer without bytes."""
+        self.model.buffers.append(self.schema.BufferT())
+        return len(self.model.buffers) - 1
+
     def buffer(self, values: np.ndarray) -> int:
         """A new buffer."""
-        made = self.schema.BufferT()
-        made.data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-        self.model.buffers.append(made)
-        return len(self.model.buffers) - 1
+        made = self.empty_buffer()
+        self.model.buffers[made].data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        return made
 
     def reshape(self, source: int, target: int) -> Any:
         """A new operator that gives one tensor the shape of another."""

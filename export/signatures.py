@@ -45,7 +45,7 @@ from jaxllm.export.steps.exported import (
     step_of,
     with_adapters,
 )
-from jaxllm.export.subject import Subject
+from jaxllm.export.subject import Subject, shapes_of
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.models.tiny_lm import TlmConfig, forward_both
 from jaxllm.options import check_options, option
@@ -193,8 +193,7 @@ def step_shapes(
     inputs = interface.inputs
     if plan.masked and signature.kind in MASKED_KINDS:
         inputs = {**inputs, MASK: ((1, 1, signature.tokens, plan.room(signature)), np.dtype(np.bool_))}
-    weights = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in arrays.items()}
-    return weights, jax_shapes(interface.caches), jax_shapes(inputs)
+    return shapes_of(arrays), jax_shapes(interface.caches), jax_shapes(inputs)
 
 
 def step_weights(signature: Signature, subject: Subject) -> Mapping[str, np.ndarray]:

@@ -14,6 +14,7 @@ inputs, and those of the float processor's shadows multiply the clipped excess.
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ import numpy as np
 
 from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.export.converter import Traced, convert, share_buffers, traced
+from jaxllm.export.converter import Traced, convert, traced, write_model
 from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, StageFacts, stage_inputs, stage_name
 from jaxllm.export.quantized import StaticProduct, annotated
 from jaxllm.export.signatures import ExportPlan
@@ -68,15 +69,16 @@ def stage_facts(subject: Subject, plan: ExportPlan) -> StageFacts:
     return StageFacts(chunk_tokens=plan.chunk_tokens, shadowed=tuple(map(bool, shadowed)))
 
 
-def stage_models(
+def write_stages(
+    folder: Path,
     subject: Subject,
     products: Mapping[str, StaticProduct],
     facts: StageFacts,
     scales: Mapping[str, np.ndarray],
     *,
     cache_tokens: int,
-) -> dict[str, bytes]:
-    """The models of both processors, by file name.
+) -> None:
+    """Writes the models of both processors into a folder.
 
     Args:
       subject, products: results of `quantized.static_level`, of the whole model.
@@ -129,7 +131,8 @@ def stage_models(
                 prefixes = tuple(f"layers.{layer}.{each}" for each in STAGE_PARAMETERS[stage])
                 add(natural_place(layer, stage), stage_name(stage, layer, tokens), prefixes, shapes, step)
     halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
-    return {STAGE_FILES[each]: share_buffers(convert(of), halves)[0] for each, of in made.items()}
+    for each, of in made.items():
+        write_model(folder / STAGE_FILES[each], convert(of), halves)
 
 
 def run_stage(

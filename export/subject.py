@@ -2,10 +2,13 @@
 no program supports."""
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -37,7 +40,7 @@ from jaxllm.models.lora import (
     target_of,
 )
 from jaxllm.models.parameters import param_specs
-from jaxllm.quant import dequantize
+from jaxllm.quant import Weight, dequantize
 from jaxllm.serving.weights.model_level import rank_of, read_adapter_of
 from jaxllm.text.tokenizer import TokenizerFiles
 
@@ -73,14 +76,46 @@ class InputAdapters:
     arrays: Mapping[str, np.ndarray]
 
 
+class Arrays(Mapping[str, np.ndarray]):
+    """Arrays by name that are read when they are asked for, each time anew, so that a model is never in
+    memory as a whole.
+
+    Args:
+      readers: by name, the shape and dtype of an array, and the function that reads it.
+    """
+
+    def __init__(self, readers: Mapping[str, tuple[jax.ShapeDtypeStruct, Callable[[], np.ndarray]]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._readers[name][1]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shape and dtype of each array; reads none."""
+        return {name: shape for name, (shape, _) in self._readers.items()}
+
+
+def shapes_of(arrays: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shape and dtype of each array; reads none of `Arrays`."""
+    if isinstance(arrays, Arrays):
+        return arrays.shapes()
+    return {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in arrays.items()}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
     """A model to export.
 
     Attributes:
       model: fingerprint of the bundle, and of a merged adapter.
-      arrays: arrays by name, each stored once: dense weights of the whole model `[*U, D]`, and factors of
-        the levels' adapters.
+      arrays: arrays by name, each stored once: dense weights of the whole model `[*U, D]`, which a bundle's
+        `Arrays` read one at a time, and factors of the levels' adapters.
       levels: the sub-models and the arrays of each; 100 is among them.
       calibration: calibration of integer prefill; None if the bundle has none.
       merged: whether an adapter was merged into the weights.
@@ -108,18 +143,33 @@ class Subject:
         """The same model as if its bundle were not calibrated."""
         return dataclasses.replace(self, calibration=None)
 
-    def weights(self, level: int) -> dict[str, np.ndarray]:
+    def weights(self, level: int) -> Mapping[str, np.ndarray]:
         """The weight arguments of a level's programs by name, as views of the arrays."""
-        return self.levels[level].views(self.arrays)
+        entry = self.levels[level]
+        if not isinstance(self.arrays, Arrays):
+            return entry.views(self.arrays)
+        whole = self.arrays.shapes()
+
+        def view(stored: str, count: int) -> np.ndarray:
+            return self.arrays[stored][:count]
+
+        return Arrays(
+            {
+                name: (
+                    jax.ShapeDtypeStruct(each.shape, whole[each.stored].dtype),
+                    functools.partial(view, each.stored, each.shape[0]),
+                )
+                for name, each in entry.weights.items()
+            }
+        )
 
 
 def only_level(subject: Subject, level: int) -> Subject:
     """A level as a standalone model, with arrays cut to its units; the whole model unchanged."""
     if level == FULL_LEVEL:
         return dataclasses.replace(subject, levels={FULL_LEVEL: subject.levels[FULL_LEVEL]})
-    entry = subject.levels[level]
-    arrays = {name: np.ascontiguousarray(each) for name, each in subject.weights(level).items()}
-    weights = {name: Argument(stored=name, shape=each.shape) for name, each in arrays.items()}
+    entry, arrays = subject.levels[level], subject.weights(level)
+    weights = {name: Argument(stored=name, shape=each.shape) for name, each in shapes_of(arrays).items()}
     return dataclasses.replace(
         subject,
         name=f"{subject.name} at level {level}",
@@ -154,7 +204,9 @@ def read_subject(
             f"{path} is a folder; make a bundle of it with `jaxllm prepare` and export that"
         )
     dtype = np.dtype(np.float32) if dtype is None else dtype
-    with without_native_kernels(), Bundle.open(path) as bundle:
+    # Stays open: its weights are read later.
+    bundle = Bundle.open(path)
+    with without_native_kernels():
         require_feature(bundle.cfg, "programs")
         if bundle.layout.weights not in PORTABLE_WEIGHTS:
             raise ConfigError(
@@ -165,27 +217,35 @@ def read_subject(
             FULL_LEVEL: bundle.cfg,
             **{each: require_level(bundle, each) for each in levels if each != FULL_LEVEL},
         }
-        params, model = bundle.load(), bundle.fingerprint
+        change, scaling, model = {}, 1.0, bundle.fingerprint
         if adapter is not None:
             lora, change = read_adapter_of(bundle, adapter)
-            params = merge(params, change, lora.scaling)
-            model = hashlib.sha256(f"{model} {adapter_digest(change, lora.scaling)}".encode()).hexdigest()
-        arrays = {
-            name: np.asarray(dequantize(weight, jnp.float32)).astype(dtype) for name, weight in params.items()
+            scaling = lora.scaling
+            model = hashlib.sha256(f"{model} {adapter_digest(change, scaling)}".encode()).hexdigest()
+
+        def read(name: str) -> np.ndarray:
+            own = {side: array for side, array in change.items() if side.rpartition(".")[0] == name}
+            with without_native_kernels(), bundle.weight(name) as weight:
+                merged = merge({name: weight}, own, scaling)[name]
+                found = np.asarray(_floats(merged)).astype(dtype, copy=False)
+                # The bundle's pages are given back.
+                return found.copy() if merged is weight else found
+
+        readers: dict[str, Any] = {
+            name: (jax.ShapeDtypeStruct(spec.shape, dtype), functools.partial(read, name))
+            for name, spec in param_specs(bundle.cfg).items()
         }
         entries = {}
         for level, cfg in cfgs.items():
-            entry = {
-                name: Argument(
-                    stored=name, shape=param_specs(cfg)[name].shape if cfg.layer_units else array.shape
-                )
-                for name, array in arrays.items()
-                if name in params
-            }
+            own = param_specs(cfg if cfg.layer_units else bundle.cfg)
+            entry = {name: Argument(stored=name, shape=spec.shape) for name, spec in own.items()}
             recovery = None if level == FULL_LEVEL else read_recovery(bundle, level)
             if recovery is not None:
                 sides = _sides(recovery, dtype)
-                arrays |= {f"level_{level}.{name}": side for name, side in sides.items()}
+                readers |= {
+                    f"level_{level}.{name}": (jax.ShapeDtypeStruct(side.shape, side.dtype), lambda side=side: side)
+                    for name, side in sides.items()
+                }
                 entry |= {
                     name: Argument(stored=f"level_{level}.{name}", shape=side.shape)
                     for name, side in sides.items()
@@ -206,7 +266,7 @@ def read_subject(
         return Subject(
             name=bundle.layout.name,
             model=model,
-            arrays=arrays,
+            arrays=Arrays(readers),
             levels=entries,
             tokenizer=bundle.tokenizer_files(),
             calibration=calibration,
@@ -214,6 +274,12 @@ def read_subject(
             tiny_lm=tiny,
             adapters=None if inputs is None else read_adapters(bundle, cfgs, inputs),
         )
+
+
+@jax.jit
+def _floats(weight: Weight) -> jax.Array:
+    """A weight in float32, without intermediate results of its size."""
+    return dequantize(weight, jnp.float32)
 
 
 def _sides(recovery: Recovery, dtype: np.dtype) -> dict[str, np.ndarray]:

@@ -9,10 +9,12 @@ units (o, down), it multiplies by the whole matrix, with zero activations for mi
 stores these matrices by output, so that a level's part is no prefix.
 """
 
+import collections
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Callable, Container, Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +22,15 @@ import numpy as np
 
 from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.export.blocks import Blocks, in_blocks
+from jaxllm.export.blocks import in_blocks
 from jaxllm.export.contents import require_family, require_format
-from jaxllm.export.converter import Sharing, convert, share_buffers, traced
+from jaxllm.export.converter import Given, Sharing, convert, traced, write_model
 from jaxllm.export.folder import finish, new_folder
 from jaxllm.export.folder_format.manifest import Manifest, Precision
-from jaxllm.export.folder_format.parts import Argument, ProgramLevel, StageFacts
-from jaxllm.export.folder_format.signature import Signature
-from jaxllm.export.programs.litert import LiteRtExecutor
+from jaxllm.export.folder_format.parts import LEFT, RIGHT, Argument, ProgramLevel, StageFacts
+from jaxllm.export.folder_format.signature import CODED_KINDS, Signature
+from jaxllm.export.placed import Form, PlacedMatrices
+from jaxllm.export.programs.litert import LiteRtExecutor, PackedFolder
 from jaxllm.export.quantized import (
     LEVELS,
     SCALE,
@@ -35,15 +38,16 @@ from jaxllm.export.quantized import (
     StaticProduct,
     annotated,
     left_out,
+    quantized_adapters,
     quantized_subject,
     sequence_product,
     static_level,
     with_shadow,
 )
 from jaxllm.export.signatures import ExportPlan, step_shapes, step_weights, subject_step, tiny_signatures
-from jaxllm.export.stages import stage_facts, stage_models
+from jaxllm.export.stages import stage_facts, write_stages
 from jaxllm.export.steps.exported import ParamsOf, with_adapters
-from jaxllm.export.subject import Subject
+from jaxllm.export.subject import Subject, shapes_of
 from jaxllm.export.verification import run_of_model, verify, write_golden
 from jaxllm.models.features import require_feature
 from jaxllm.models.parameters import Params, param_specs
@@ -91,11 +95,9 @@ def export_tflite(
         raise ConfigError("stages for two processors are of w8a8 models; give --precision w8a8")
     facts = stage_facts(subject, plan) if plan.stages else None
     with new_folder(out) as folder:
-        models, sharing = tflite_models(
-            subject, plan, signatures, precision=precision, ranges=ranges, stages=facts, progress=progress
+        sharing = write_tflite(
+            folder, subject, plan, signatures, precision=precision, ranges=ranges, stages=facts, progress=progress
         )
-        for name, model in models.items():
-            (folder / name).write_bytes(model)
         if beside is not None:
             beside(folder)
         manifest = finish(
@@ -109,11 +111,15 @@ def export_tflite(
             made_with={name: importlib.metadata.version(name) for name in _PACKAGES},
             stages=facts,
         )
-        manifest = write_golden(folder, LiteRtExecutor(manifest, folder, stores=False), subject)
+        # Packed weights in a file: the system writes what it has no room for.
+        with tempfile.TemporaryDirectory(dir=out.absolute().parent) as packed:
+            store = PackedFolder(Path(packed) / "packed", limit_bytes=1 << 62)
+            manifest = write_golden(folder, LiteRtExecutor(manifest, folder, packed=store), subject)
     return manifest, sharing
 
 
-def tflite_models(
+def write_tflite(
+    folder: Path,
     subject: Subject,
     plan: ExportPlan,
     signatures: list[Signature],
@@ -122,9 +128,9 @@ def tflite_models(
     ranges: Mapping[int, Mapping[str, Ranges]] | None = None,
     stages: StageFacts | None = None,
     progress: Progress | None = None,
-) -> tuple[dict[str, bytes], Sharing]:
-    """The model of all signatures and those of any `stages`, by file name, and the bytes of the former's
-    weights (see `export_tflite`), each compared with its step; `plan` is resolved."""
+) -> Sharing:
+    """Writes the model of all signatures and those of any `stages` into a folder (see `export_tflite`);
+    returns the bytes of the former's weights. Each is compared with its step; `plan` is resolved."""
     require_feature(subject.cfg, "tflite")
     if precision not in PRECISIONS:
         raise ConfigError(f"a tflite model is {', '.join(PRECISIONS)}, not {precision}; choose one")
@@ -134,13 +140,9 @@ def tflite_models(
     left_out(subject, precision, without_shadow=plan.without_shadow)
     exported = subject
     scales: dict[str, np.ndarray] = {}
-    blocks: dict[str, Blocks] = {}
     if precision == "w8a8":
         subject = subject.without_calibration() if plan.without_shadow else with_shadow(subject)
-    if precision == "int4":
-        subject, blocks = in_blocks(subject)
-    if precision != "f32":
-        subject, scales = quantized_subject(subject, blocks)
+        subject, scales = quantized_subject(subject)
     whole = {
         level: with_whole_outputs(subject, level, int8_embedding=bool(scales)) for level in subject.levels
     }
@@ -155,20 +157,50 @@ def tflite_models(
         # Adapters are stored under names of their level.
         weights = of.levels[signature.level].weights.items()
         own = {name: scales[each.stored] for name, each in weights if each.stored in scales}
-        step = subject_step(signature, of, _FLOAT, loops=False, params_of=_params_of(own, products, blocks))
+        params_of = _params_of(own, products) if scales else _whole if precision == "f32" else _sequences
+        step = subject_step(signature, of, _FLOAT, loops=False, params_of=params_of)
         _, caches, inputs = step_shapes(signature, of, plan, _FLOAT)
-        made.append(traced(signature.name, step, step_weights(signature, of), caches, inputs))
+        given = step_weights(signature, of) if scales else described_weights(signature, of)
+        made.append(traced(signature.name, step, given, caches, inputs))
         if progress is not None:
             progress("export", done + 1, len(signatures))
-    # The converter turns them into float32.
-    halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
-    model, sharing = share_buffers(convert(made), halves, blocks)
-    with run_of_model(model) as run:
-        verify(run, signatures, exported, plan, precision, progress)
-    models = {FILE: model}
+    if scales:
+        # The converter turns them into float32.
+        halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
+        sharing = write_model(folder / FILE, convert(made), halves)
+    else:
+        sharing = write_model(folder / FILE, convert(made), placed=placed_matrices(subject, precision))
+    with run_of_model(folder / FILE) as run:
+        verify(run, signatures, exported, plan, precision, progress, loops=False)
     if stages is not None:
-        models |= stage_models(*static[FULL_LEVEL], stages, scales, cache_tokens=plan.context_tokens)
-    return models, sharing
+        write_stages(folder, *static[FULL_LEVEL], stages, scales, cache_tokens=plan.context_tokens)
+    return sharing
+
+
+def placed_matrices(subject: Subject, precision: Precision) -> PlacedMatrices:
+    """The matrices of a model in the forms of a precision, which is not w8a8."""
+    shapes, blocks = shapes_of(subject.arrays), in_blocks(subject.cfg) if precision == "int4" else set[str]()
+    adapters, scales = ({}, {}) if precision == "f32" else quantized_adapters(subject)
+
+    def form_of(stored: str) -> Form:
+        if precision == "f32":
+            return "f16" if shapes[stored].dtype == np.float16 else "f32"
+        return "int4" if stored in blocks else "int8"
+
+    return PlacedMatrices(collections.ChainMap(adapters, subject.arrays), form_of, scales)
+
+
+def described_weights(signature: Signature, subject: Subject) -> dict[str, Given]:
+    """`step_weights` with matrices of the model and of adapters as descriptions."""
+    weights = step_weights(signature, subject)
+    if signature.kind in (*CODED_KINDS, "tiny_lm"):
+        return dict(weights)
+    entry = subject.levels[signature.level]
+    specs = param_specs(entry.cfg)
+    return {
+        name: weights[name] if name in specs and specs[name].role == "vector" else each
+        for name, each in entry.weights.items()
+    }
 
 
 def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) -> ProgramLevel:
@@ -188,20 +220,35 @@ def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) ->
     return ProgramLevel(cfg=entry.cfg, weights=weights)
 
 
-def _params_of(
-    scales: Mapping[str, np.ndarray], products: Mapping[str, StaticProduct], blocks: Container[str]
-) -> ParamsOf:
+def _whole(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
+    return with_adapters(_with_prefixes(weights, cfg), cfg)
+
+
+def _sequences(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
+    """The parameters with products of one sequence: LiteRT's accelerators take products with matrices of few
+    bits of three dimensions alone."""
+    specs, found = param_specs(cfg), dict[str, Any](weights)
+    for name, weight in weights.items():
+        if name.endswith((LEFT, RIGHT)):
+            found[name] = OwnProduct(weight.reshape(weight.shape[0], -1), sequence_product)  # pyright: ignore
+        elif name in specs and specs[name].role != "vector":
+            found[name] = OwnProduct(weight, sequence_product)
+    return _whole(found, cfg)
+
+
+def _with_prefixes(params: Mapping[str, Any], cfg: ModelConfig) -> dict[str, Any]:
+    """The parameters, of which a level contracts the first units of whole ones."""
+    whole = dict(params)
+    for name, spec in param_specs(cfg).items():
+        if spec.role == "from_units" and params[name].shape != spec.shape:
+            whole[name] = Prefix(params[name], spec.shape[0])
+    return whole
+
+
+def _params_of(scales: Mapping[str, np.ndarray], products: Mapping[str, StaticProduct]) -> ParamsOf:
     static = {name: functools.partial(each.of, name) for name, each in products.items()}
 
     def params(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
-        whole: dict[str, Any] = dict(weights)
-        for name, spec in param_specs(cfg).items():
-            if spec.role == "from_units" and weights[name].shape != spec.shape:
-                whole[name] = Prefix(weights[name], spec.shape[0])
-            if name in blocks:
-                own = OwnProduct(weights[name], sequence_product)
-                part = whole[name]
-                whole[name] = dataclasses.replace(part, base=own) if isinstance(part, Prefix) else own
-        return annotated(whole, cfg, scales=scales, static=static) if scales else with_adapters(whole, cfg)
+        return annotated(_with_prefixes(weights, cfg), cfg, scales=scales, static=static)
 
     return params

@@ -13,6 +13,7 @@ from ml_dtypes import bfloat16
 
 from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import ProgramError
+from jaxllm.export.by_layer import run_by_layer
 from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest, Precision
 from jaxllm.export.folder_format.signature import (
     CHUNK_TOKENS,
@@ -31,7 +32,7 @@ from jaxllm.export.folder_format.signature import (
 from jaxllm.export.folder_format.weights import read_weights
 from jaxllm.export.programs.executor import Executor
 from jaxllm.export.programs.golden import with_golden
-from jaxllm.export.programs.litert_library import IN_MEMORY, Library, OpenPrograms, captured_messages
+from jaxllm.export.programs.litert_library import Library, OpenPrograms, captured_messages
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.export.signatures import MASKED_KINDS, ExportPlan, step_weights, subject_step
 from jaxllm.export.subject import Subject
@@ -59,8 +60,10 @@ def verify(
     plan: ExportPlan,
     precision: Precision,
     progress: Progress | None = None,
+    loops: bool = True,
 ) -> None:
-    """Runs every program once, and its step of the subject's weights on the same inputs.
+    """Runs every program once, and its step of the subject's weights on the same inputs, with the weights of
+    one layer in memory at a time.
 
     Args:
       run: runs programs.
@@ -69,6 +72,7 @@ def verify(
       plan: the resolved plan of the export.
       precision: precision of the programs.
       progress: callback for ("verify", programs done, number of programs).
+      loops: whether a step of several tokens may be a loop, which needs all weights at once.
 
     Raises:
       ProgramError: the results differ, or a program does not run.
@@ -88,9 +92,9 @@ def verify(
             caches = {name: np.zeros_like(each) for name, each in caches.items()}
         if plan.masked and signature.kind in MASKED_KINDS:
             inputs[MASK] = (np.arange(room) <= inputs[POSITIONS][:, None])[None, None]
-        weights, step = dict(step_weights(signature, subject)), subject_step(signature, subject, dtype)
+        step = subject_step(signature, subject, dtype, loops=loops)
         with without_native_kernels():
-            wanted = jax.jit(step)(weights, caches, inputs)
+            wanted = run_by_layer(step, step_weights(signature, subject), caches, inputs)
         found = run(signature, caches, inputs)
         first = {KEYS.format(0), VALUES.format(0)}
         if precision in ("int4", "w8a8") and first <= wanted.keys():
@@ -127,16 +131,15 @@ def run_of_folder(folder: Path, subject: Subject) -> Run:
 
 
 @contextlib.contextmanager
-def run_of_model(model: bytes) -> Iterator[Run]:
-    """Runs the signatures of a `.tflite` model by LiteRT.
+def run_of_model(path: Path) -> Iterator[Run]:
+    """Runs the signatures of a `.tflite` model by LiteRT, over weights that it packs in a file beside it.
 
     Raises:
       ProgramError: LiteRT refuses the model.
     """
-    with tempfile.TemporaryFile() as file, captured_messages():
-        file.write(model)
-        file.flush()
-        opened = OpenPrograms(Library("cpu"), file.fileno(), None, threads=usable_cores(), packed=IN_MEMORY)
+    with tempfile.TemporaryDirectory(dir=path.parent) as place, path.open("rb") as file, captured_messages():
+        packed = f"{place}/packed"
+        opened = OpenPrograms(Library("cpu"), file.fileno(), None, threads=usable_cores(), packed=packed)
 
         def run(signature: Signature, caches: Any, inputs: Any) -> Mapping[str, Any]:
             name, arrays = signature.name, {**caches, **inputs}

@@ -5,12 +5,13 @@ name, the words of its messages, and the function that makes its value from chec
 anything missing, malformed or unknown is refused.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -175,6 +176,22 @@ class Bundle:
         tensors = self.layout.tensors.values()
         chosen = [each for each in tensors if experts or ".experts." not in each.segment]
         return list(dict.fromkeys(segment for tensor in chosen for segment in tensor.segments))
+
+    @contextlib.contextmanager
+    def weight(self, name: str) -> Iterator[Weight]:
+        """Yields one parameter as `load` gives it; its pages are given back at the end.
+
+        Raises:
+          BundleError: a segment's checksum is wrong.
+        """
+        segments = {segment for each in self._stored_names(name) for segment in self.layout.tensors[each].segments}
+        try:
+            for segment in sorted(segments):
+                self.verify_segment(segment)
+            yield jax.tree.map(_put, self._weight(name))
+        finally:
+            for segment in segments:
+                self.release_segment(segment)
 
     def unchecked(self, *, stacked: bool = False) -> dict[str, Weight]:
         """`load` without checksums: if weights are used in place, nothing is read.
