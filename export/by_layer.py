@@ -4,6 +4,7 @@ The traced operations of a step are divided where they begin to use another laye
 compiled and run on its own, and equal ones, as of equal layers, are compiled once.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -29,7 +30,7 @@ def run_by_layer(step: Callable[..., Any], weights: Mapping[str, np.ndarray], *i
     weight_of = dict(zip(jaxpr.invars, names, strict=False))
     values: dict[Any, Any] = dict(zip(jaxpr.invars[len(names) :], jax.tree.leaves(inputs), strict=True))
     values |= zip(jaxpr.constvars, closed.consts, strict=True)
-    segments = list(_segments(jaxpr.eqns, weight_of))
+    segments = list(_segments(_needed(jaxpr), weight_of))
     # By variable, the last segment that uses it.
     last = {each: at for at, segment in enumerate(segments) for each in _used(segment)}
     last |= {each: len(segments) for each in _variables(jaxpr.outvars)}
@@ -39,19 +40,31 @@ def run_by_layer(step: Callable[..., Any], weights: Mapping[str, np.ndarray], *i
         outputs = [each for each in defined if last.get(each, -1) > at]
         given = [each for each in _used(segment) if each not in set(defined)]
         own = jaxpr.replace(
-            constvars=[], invars=given, outvars=outputs, eqns=segment, debug_info=jaxpr.debug_info.with_unknown_names()
+            constvars=[],
+            invars=given,
+            outvars=outputs,
+            eqns=segment,
+            debug_info=jaxpr.debug_info.with_unknown_names(),
         )
         text = str(own)
         if text not in compiled:
             compiled[text] = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(own, [])))
-        arguments = [weights[weight_of[each]] if each in weight_of else values[each] for each in given]
+        arguments = [
+            jax.device_put(weights[weight_of[each]], may_alias=True) if each in weight_of else values[each]
+            for each in given
+        ]
         found = compiled[text](*arguments)
-        # Before the next segment's weights are read.
-        del arguments
         values |= zip(outputs, jax.block_until_ready(found), strict=True)
+        # Before the next segment's weights are read. JAX gives up arrays of the host when garbage is collected.
+        del arguments
+        gc.collect(0)
         values = {each: value for each, value in values.items() if last.get(each, -1) > at}
     results = [
-        each.val if isinstance(each, core.Literal) else values[each] if each in values else weights[weight_of[each]]
+        each.val
+        if isinstance(each, core.Literal)
+        else values[each]
+        if each in values
+        else weights[weight_of[each]]
         for each in jaxpr.outvars
     ]
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
@@ -69,6 +82,16 @@ def _segments(operations: Any, weight_of: Mapping[Any, str]) -> Iterator[list[An
         segment.append(each)
         layers |= own
     yield segment
+
+
+def _needed(jaxpr: Any) -> list[Any]:
+    """The operations that results depend on, in order."""
+    found, wanted = [], set(_variables(jaxpr.outvars))
+    for each in reversed(jaxpr.eqns):
+        if wanted & set(each.outvars):
+            found.append(each)
+            wanted.update(_variables(each.invars))
+    return found[::-1]
 
 
 def _used(operations: Any) -> list[Any]:

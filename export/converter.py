@@ -277,7 +277,8 @@ def write_model(
             placed.write(file, model.buffers)
             more = placed.sizes()
             apart, stored = apart + more[0], stored + more[1]
-        # Last, because matrices complete the scales.
+        # Last, because matrices complete the scales, of which equal ones make it shorter.
+        _share_scales(model)
         file.seek(0)
         file.write(packed())
     return Sharing(apart, stored)
@@ -290,7 +291,7 @@ def _share_scales(model: Any) -> None:
         for tensor in subgraph.tensors:
             if tensor.quantization is None:
                 continue
-            facts = sorted(vars(tensor.quantization).items())
+            facts = sorted((name, each) for name, each in vars(tensor.quantization).items() if name != "Pack")
             key = tuple(each.tobytes() if isinstance(each, np.ndarray) else repr(each) for _, each in facts)
             if key not in found:
                 found[key] = tensor.quantization

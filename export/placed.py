@@ -25,7 +25,7 @@ Form = Literal["f32", "f16", "int8", "int4"]
 # Prefix of the names of arguments that are matrices.
 MATRIX = "matrix:"
 # Numbers that are quantized at a time.
-_CHUNK_NUMBERS = 1 << 20
+_CHUNK_NUMBERS = 1 << 18
 _BITS: Mapping[Form, int] = {"f32": 32, "f16": 16, "int8": 8, "int4": 4}
 
 
@@ -170,6 +170,12 @@ class PlacedMatrices:
                 part.facts.scale = found[: len(part.facts.scale)]
 
 
+def bytes_of(numbers: int, outputs: int, form: Form) -> int:
+    """Bytes of a matrix in a form, with its scales: 8-bit ones are written with zero points of 8 bytes."""
+    scales = {"int8": 12 * outputs, "int4": numbers // BLOCK * 2}.get(form, 0)
+    return numbers * _BITS[form] // 8 + scales
+
+
 def _size(matrix: Matrix, part: Part, *, of_scales: bool = False) -> int:
     """Bytes of a part, or of the scales of its blocks."""
     numbers = part.rows * part.columns
@@ -220,7 +226,9 @@ class _Graph:
             # The one that the operator takes in other forms than float32.
             own_place = 1 if product else 0 if table else -1
             operator.inputs = [
-                self._constant(views[each], own.shape(each), by_form=place == own_place) if each in views else each
+                self._constant(views[each], own.shape(each), by_form=place == own_place)
+                if each in views
+                else each
                 for place, each in enumerate(map(int, operator.inputs))
             ]
             self.operators.append(operator)
@@ -255,7 +263,9 @@ class _Graph:
             facts = own.subgraph.tensors[made].quantization = copy.copy(part.facts)
             facts.detailsType = own.schema.QuantizationDetails.BlockwiseQuantization
             facts.details = own.schema.BlockwiseQuantizationT()
-            facts.details.scales = own.tensor([part.rows, columns // BLOCK], types.FLOAT16, part.scales_buffer)
+            facts.details.scales = own.tensor(
+                [part.rows, columns // BLOCK], types.FLOAT16, part.scales_buffer
+            )
             facts.details.zeroPoints, facts.details.blockSize = -1, BLOCK
         if matrix.form == "f16":
             wide = own.tensor(shape, types.FLOAT32)

@@ -4,6 +4,7 @@ no program supports."""
 import dataclasses
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ from jaxllm.text.tokenizer import TokenizerFiles
 
 # Weight formats that other runtimes support; narrower ones are stored in the order of the native kernels.
 PORTABLE_WEIGHTS = ("f32", "bf16", "int8")
+# Of memory that JAX uses in place.
+_ALIGN = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,6 +102,11 @@ class Arrays(Mapping[str, np.ndarray]):
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shape and dtype of each array; reads none."""
         return {name: shape for name, (shape, _) in self._readers.items()}
+
+
+def described(shape: tuple[int, ...], dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array."""
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def shapes_of(arrays: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
@@ -156,7 +164,7 @@ class Subject:
         return Arrays(
             {
                 name: (
-                    jax.ShapeDtypeStruct(each.shape, whole[each.stored].dtype),
+                    described(each.shape, whole[each.stored].dtype),
                     functools.partial(view, each.stored, each.shape[0]),
                 )
                 for name, each in entry.weights.items()
@@ -225,14 +233,18 @@ def read_subject(
 
         def read(name: str) -> np.ndarray:
             own = {side: array for side, array in change.items() if side.rpartition(".")[0] == name}
-            with without_native_kernels(), bundle.weight(name) as weight:
-                merged = merge({name: weight}, own, scaling)[name]
-                found = np.asarray(_floats(merged)).astype(dtype, copy=False)
-                # The bundle's pages are given back.
-                return found.copy() if merged is weight else found
+            shape, at = param_specs(bundle.cfg)[name].shape, 0
+            found = _aligned(shape, dtype)
+            flat = found.reshape(-1)
+            with without_native_kernels():
+                for weight in bundle.weight_parts(name, whole=bool(own)):
+                    part = np.asarray(_floats(merge({name: weight}, own, scaling)[name])).reshape(-1)
+                    flat[at : at + part.size] = part
+                    at += part.size
+            return found
 
         readers: dict[str, Any] = {
-            name: (jax.ShapeDtypeStruct(spec.shape, dtype), functools.partial(read, name))
+            name: (described(spec.shape, dtype), functools.partial(read, name))
             for name, spec in param_specs(bundle.cfg).items()
         }
         entries = {}
@@ -243,7 +255,7 @@ def read_subject(
             if recovery is not None:
                 sides = _sides(recovery, dtype)
                 readers |= {
-                    f"level_{level}.{name}": (jax.ShapeDtypeStruct(side.shape, side.dtype), lambda side=side: side)
+                    f"level_{level}.{name}": (described(side.shape, side.dtype), lambda side=side: side)
                     for name, side in sides.items()
                 }
                 entry |= {
@@ -274,6 +286,14 @@ def read_subject(
             tiny_lm=tiny,
             adapters=None if inputs is None else read_adapters(bundle, cfgs, inputs),
         )
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """A new array that JAX takes without a copy."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGN, np.uint8)
+    start = -memory.ctypes.data % _ALIGN
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 @jax.jit

@@ -96,7 +96,14 @@ def export_tflite(
     facts = stage_facts(subject, plan) if plan.stages else None
     with new_folder(out) as folder:
         sharing = write_tflite(
-            folder, subject, plan, signatures, precision=precision, ranges=ranges, stages=facts, progress=progress
+            folder,
+            subject,
+            plan,
+            signatures,
+            precision=precision,
+            ranges=ranges,
+            stages=facts,
+            progress=progress,
         )
         if beside is not None:
             beside(folder)
@@ -179,15 +186,21 @@ def write_tflite(
 
 def placed_matrices(subject: Subject, precision: Precision) -> PlacedMatrices:
     """The matrices of a model in the forms of a precision, which is not w8a8."""
-    shapes, blocks = shapes_of(subject.arrays), in_blocks(subject.cfg) if precision == "int4" else set[str]()
     adapters, scales = ({}, {}) if precision == "f32" else quantized_adapters(subject)
+    arrays = collections.ChainMap(adapters, subject.arrays)  # pyright: ignore[reportArgumentType]: only read
+    return PlacedMatrices(arrays, form_of_arrays(subject, precision), scales)
+
+
+def form_of_arrays(subject: Subject, precision: Precision) -> Callable[[str], Form]:
+    """A function that returns the form of a stored array."""
+    shapes, blocks = shapes_of(subject.arrays), in_blocks(subject.cfg) if precision == "int4" else set[str]()
 
     def form_of(stored: str) -> Form:
         if precision == "f32":
             return "f16" if shapes[stored].dtype == np.float16 else "f32"
         return "int4" if stored in blocks else "int8"
 
-    return PlacedMatrices(collections.ChainMap(adapters, subject.arrays), form_of, scales)
+    return form_of
 
 
 def described_weights(signature: Signature, subject: Subject) -> dict[str, Given]:

@@ -1,6 +1,7 @@
 """Compares the programs of a new folder, as their runtime runs them, with the steps they were made of."""
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,7 +36,8 @@ from jaxllm.export.programs.golden import with_golden
 from jaxllm.export.programs.litert_library import Library, OpenPrograms, captured_messages
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.export.signatures import MASKED_KINDS, ExportPlan, step_weights, subject_step
-from jaxllm.export.subject import Subject
+from jaxllm.export.steps.exported import Step
+from jaxllm.export.subject import Arrays, Subject, described
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
 from jaxllm.serving.engine.engine import Engine
@@ -92,14 +94,12 @@ def verify(
             caches = {name: np.zeros_like(each) for name, each in caches.items()}
         if plan.masked and signature.kind in MASKED_KINDS:
             inputs[MASK] = (np.arange(room) <= inputs[POSITIONS][:, None])[None, None]
-        step = subject_step(signature, subject, dtype, loops=loops)
+        # Of random tokens each layer multiplies what the one before lost.
+        first = {KEYS.format(0), VALUES.format(0)} if precision in ("int4", "w8a8") else set[str]()
+        step = functools.partial(_only, first, subject_step(signature, subject, dtype, loops=loops))
         with without_native_kernels():
             wanted = run_by_layer(step, step_weights(signature, subject), caches, inputs)
         found = run(signature, caches, inputs)
-        first = {KEYS.format(0), VALUES.format(0)}
-        if precision in ("int4", "w8a8") and first <= wanted.keys():
-            # Of random tokens each layer multiplies what the one before lost.
-            wanted = {name: wanted[name] for name in first}
         for output, each in wanted.items():
             this, that = (np.asarray(array, np.float32) for array in (found[output], each))
             change = that - np.asarray(caches[output], np.float32) if output in caches else that
@@ -112,6 +112,12 @@ def verify(
                 )
         if progress is not None:
             progress("verify", done + 1, len(signatures))
+
+
+def _only(names: set[str], step: Step, weights: Any, caches: Any, inputs: Any) -> dict[str, jax.Array]:
+    """The results of a step that have these names, if it has them all and there are any."""
+    found = step(weights, caches, inputs)
+    return {name: found[name] for name in names} if names and names <= found.keys() else found
 
 
 def run_of_folder(folder: Path, subject: Subject) -> Run:
@@ -150,7 +156,7 @@ def run_of_model(path: Path) -> Iterator[Run]:
                 each: opened.buffer(name, each, output=True) for each in opened.arrays(name, output=True)
             }
             opened.run(name, given, results)
-            return {each: buffer.read() for each, buffer in results.items()}
+            return Arrays({each: (described(of.shape, of.dtype), of.read) for each, of in results.items()})
 
         yield run
 
