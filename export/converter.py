@@ -12,7 +12,6 @@ is a prefix of a larger one, as a level's matrices are of the whole model's. Sca
 channels are repeated with every use of a matrix: equal vectors of them are written once.
 """
 
-import copy
 import dataclasses
 import functools
 import itertools
@@ -27,7 +26,7 @@ import xxhash
 
 from jaxllm.errors import ConfigError, one_line
 from jaxllm.export.folder_format.parts import Argument
-from jaxllm.export.lookups import Subgraph, content_of, put_lookups
+from jaxllm.export.lookups import content_of, put_lookups
 from jaxllm.export.placed import MATRIX, PlacedMatrices
 from jaxllm.export.quantized import FAKE_QUANT
 from jaxllm.kernels.native import without_native_kernels
@@ -199,16 +198,12 @@ class Sharing:
     stored_bytes: int
 
 
-def write_model(
-    path: Path, data: bytes, halves: Sequence[np.ndarray] = (), placed: PlacedMatrices | None = None
-) -> Sharing:
+def write_model(path: Path, data: bytes, placed: PlacedMatrices) -> Sharing:
     """Writes a converted model with the bytes of equal buffers, and of prefixes of larger ones, stored once.
 
     Args:
       data: bytes of the model.
-      halves: float16 matrices (or stacks, flattened to matrices); constants of the model that equal one of
-        them in float32, transposed or not, are stored as float16.
-      placed: the matrices that are arguments; None for none.
+      placed: the matrices that are arguments.
 
     Raises:
       ConfigError: the converter gave an argument a form that is not known.
@@ -218,14 +213,8 @@ def write_model(
 
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(data, 0))
     _share_scales(model)
-    if placed is not None:
-        placed.place(schema, model, data)
+    placed.place(schema, model, data)
     put_lookups(schema, model, data)
-    for signature in model.signatureDefs:
-        subgraph = model.subgraphs[signature.subgraphIndex]
-        Subgraph(schema, model, subgraph, data).drop_unused(signature)
-    if halves:
-        _put_halves(schema, model, data, halves)
     large: list[tuple[Any, memoryview]] = []
     for buffer in model.buffers:
         content = content_of(buffer, data)
@@ -249,8 +238,7 @@ def write_model(
         homes[index] = begins[key]
     for buffer, content in large:
         buffer.data, buffer.offset, buffer.size = None, 2, len(content)
-    if placed is not None:
-        placed.layout(model.buffers, 2, _ALIGN)
+    placed.layout(model.buffers, 2, _ALIGN)
 
     def packed() -> bytes:
         builder = flatbuffers.Builder(1 << 20)
@@ -258,7 +246,7 @@ def write_model(
         return bytes(builder.Output())
 
     # Offsets are after the flatbuffer, whose size does not depend on them.
-    end = len(packed())
+    start = end = len(packed())
     places = []
     for blob in blobs:
         end += -end % _ALIGN
@@ -266,22 +254,18 @@ def write_model(
         end += len(blob)
     for (buffer, _), home in zip(large, homes, strict=True):
         buffer.offset = places[home]
-    apart, stored = sum(len(each) for _, each in large), sum(len(blob) for blob in blobs)
     with path.open("wb") as file:
         for place, blob in zip(places, blobs, strict=True):
             file.seek(place)
             file.write(blob)
-        if placed is not None:
-            end = placed.layout(model.buffers, end, _ALIGN)
-            file.truncate(end)
-            placed.write(file, model.buffers)
-            more = placed.sizes()
-            apart, stored = apart + more[0], stored + more[1]
+        end = placed.layout(model.buffers, end, _ALIGN)
+        file.truncate(end)
+        placed.write(file, model.buffers)
         # Last, because matrices complete the scales, of which equal ones make it shorter.
         _share_scales(model)
         file.seek(0)
         file.write(packed())
-    return Sharing(apart, stored)
+    return Sharing(sum(each.size for each in model.buffers), end - start)
 
 
 def _share_scales(model: Any) -> None:
@@ -297,28 +281,3 @@ def _share_scales(model: Any) -> None:
                 found[key] = tensor.quantization
                 found[key].Pack = functools.cache(found[key].Pack)
             tensor.quantization = found[key]
-
-
-def _put_halves(schema: Any, model: Any, data: bytes, halves: Sequence[np.ndarray]) -> None:
-    """Stores constants that equal one of `halves` at half precision, each followed by what widens it."""
-    wide = [each.reshape(len(each), -1).astype(np.float32) for each in halves]
-    layouts = [*wide, *(each.T for each in wide)]
-    known = {xxhash.xxh3_128_digest(np.ascontiguousarray(each).data) for each in layouts}
-    replaced = set()
-    for subgraph in model.subgraphs:
-        own, added = Subgraph(schema, model, subgraph, data), []
-        for index, tensor in enumerate(list(subgraph.tensors)):
-            content = content_of(model.buffers[tensor.buffer], data)
-            if tensor.type != schema.TensorType.FLOAT32 or xxhash.xxh3_128_digest(content) not in known:
-                continue
-            source = copy.copy(tensor)
-            source.type = schema.TensorType.FLOAT16
-            source.buffer = own.buffer(np.frombuffer(content, np.float32).astype(np.float16))
-            subgraph.tensors.append(source)
-            added.append(own.widening(len(subgraph.tensors) - 1, index))
-            replaced.add(tensor.buffer)
-            # Buffer 0 is that of tensors that are no constants.
-            tensor.buffer = 0
-        subgraph.operators[:0] = added
-    for index in replaced:
-        model.buffers[index] = schema.BufferT()

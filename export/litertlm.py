@@ -44,11 +44,12 @@ from jaxllm.export.converter import Sharing, Traced, convert, traced, write_mode
 from jaxllm.export.folder import require_new
 from jaxllm.export.folder_format.manifest import Precision
 from jaxllm.export.folder_format.signature import KEYS, LOGITS, VALUES
+from jaxllm.export.placed import PlacedMatrices, described_weights
 from jaxllm.export.quantized import Ranges, left_out
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.steps.exported import Arrays, with_adapters
 from jaxllm.export.subject import Subject, only_level
-from jaxllm.export.tflite import FILE, described_weights, placed_matrices, write_tflite
+from jaxllm.export.tflite import FILE, write_tflite
 from jaxllm.files.atomic import atomic_file
 from jaxllm.kv.cache import Past, TokenPositions, write_rows
 from jaxllm.models.decoder import embed_tokens, forward_layer, logits
@@ -296,7 +297,7 @@ def write_npu_models(
             "--chunk-tokens, as 128"
         )
     parts = list(_parts(subject.cfg, plan))
-    weights = described_weights(plan.signatures(FULL_LEVEL, str)[0], subject)
+    weights = described_weights(subject, FULL_LEVEL)
     embedding = {name: each for name, each in weights.items() if name.startswith("embed.")}
     given = {EMBEDDER: embedding, AUX: {}, PREFILL_DECODE: weights}
     made: dict[str, list[Traced]] = {model: [] for model in given}
@@ -305,7 +306,7 @@ def write_npu_models(
         if progress is not None:
             progress("export", done + 1, len(parts))
     shared = {
-        model: write_model(folder / model, convert(each), placed=placed_matrices(subject, "f32"))
+        model: write_model(folder / model, convert(each), PlacedMatrices(subject, "f32"))
         for model, each in made.items()
     }
     return shared[PREFILL_DECODE]

@@ -4,7 +4,6 @@ The converter writes `GATHER_ND`, which they do not take. `GATHER` has one axis 
 with a scale each, `EMBEDDING_LOOKUP` makes floats in one operation.
 """
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -55,59 +54,12 @@ class Subgraph:
                         self.become(operator, self.kinds.EMBEDDING_LOOKUP, 0, None)
             operators.append(operator)
         self.subgraph.operators = operators
-        self.maker = {int(tensor): each for each in operators for tensor in each.outputs}
-        for product in [each for each in operators if self.kind(each) == self.kinds.MUL]:
-            self.fuse(product)
         read, kept = {int(tensor) for tensor in self.subgraph.outputs}, []
         for operator in reversed(self.subgraph.operators):
             if read & {int(tensor) for tensor in operator.outputs}:
                 kept.append(operator)
                 read |= {int(tensor) for tensor in operator.inputs}
         self.subgraph.operators = kept[::-1]
-
-    def fuse(self, product: Any) -> None:
-        """Makes the product of 8-bit rows and their scales one look-up, if it is one."""
-        kinds, types = self.kinds, self.schema.TensorType
-        for rows, scales in (product.inputs, product.inputs[::-1]):
-            levels = self.before(int(rows), (kinds.RESHAPE, kinds.CAST))
-            factors = self.before(int(scales), (kinds.RESHAPE,))
-            if not all(each is not None and self.kind(each) == kinds.GATHER for each in (levels, factors)):
-                continue
-            matrix, column = (self.subgraph.tensors[int(each.inputs[0])] for each in (levels, factors))
-            if matrix.type != types.INT8 or column.type != types.FLOAT32 or list(column.shape)[1:] != [1]:
-                continue
-            (count,), line = self.shape(int(levels.inputs[1])), int(levels.inputs[1])
-            stored = content_of(self.model.buffers[column.buffer], self.data)
-            scaled = copy.copy(matrix)
-            scaled.quantization = self.schema.QuantizationParametersT()
-            scaled.quantization.scale = np.frombuffer(stored, np.float32)
-            scaled.quantization.zeroPoint = np.zeros(int(matrix.shape[0]), np.int64)
-            scaled.quantization.quantizedDimension = 0
-            self.subgraph.tensors.append(scaled)
-            found, lookup = self.tensor([count, int(matrix.shape[1])], types.FLOAT32), self.schema.OperatorT()
-            lookup.inputs, lookup.outputs = [line, len(self.subgraph.tensors) - 2], [found]
-            self.become(lookup, kinds.EMBEDDING_LOOKUP, 0, None)
-            at = self.subgraph.operators.index(product)
-            self.subgraph.operators[at : at + 1] = [lookup, self.reshape(found, int(product.outputs[0]))]
-            return
-
-    def drop_unused(self, signature: Any) -> None:
-        """Removes tensors that neither an operator nor the subgraph's signature uses."""
-        graph, tensors = self.subgraph, self.subgraph.tensors
-        lists = [graph, *graph.operators]
-        used = {int(at) for each in lists for side in (each.inputs, each.outputs) for at in side}
-        details = [each.quantization.details for each in tensors if each.quantization is not None]
-        blocks = [each for each in details if each is not None]
-        used |= {each.scales for each in blocks}
-        new = {at: count for count, at in enumerate(sorted(used - {-1}))}
-        for each in lists:
-            each.inputs = [new.get(int(at), -1) for at in each.inputs]
-            each.outputs = [new[int(at)] for at in each.outputs]
-        for each in (*signature.inputs, *signature.outputs):
-            each.tensorIndex = new[int(each.tensorIndex)]
-        for each in blocks:
-            each.scales = new[each.scales]
-        graph.tensors = [tensors[at] for at in new]
 
     def kind(self, operator: Any) -> int:
         """The operator's kind."""
@@ -120,23 +72,6 @@ class Subgraph:
     def content(self, tensor: int) -> memoryview:
         """The bytes of a constant."""
         return content_of(self.model.buffers[self.subgraph.tensors[tensor].buffer], self.data)
-
-    def before(self, tensor: int, through: tuple[int, ...]) -> Any:
-        """The operator that makes a tensor, before any of some kinds; None for an input."""
-        operator = self.maker.get(tensor)
-        while operator is not None and self.kind(operator) in through:
-            operator = self.maker.get(int(operator.inputs[0]))
-        return operator
-
-    def widening(self, source: int, target: int) -> Any:
-        """A new operator that makes float32 of a constant in float16, which XNNPACK runs once, when it packs
-        weights."""
-        operator = self.schema.OperatorT()
-        operator.inputs, operator.outputs = [source], [target]
-        self.become(operator, self.kinds.DEQUANTIZE, 0, None)
-        # The operator's version that accepts float16.
-        self.model.operatorCodes[operator.opcodeIndex].version = 3
-        return operator
 
     def become(self, operator: Any, kind: int, options_type: int, options: Any) -> None:
         """Makes an operator one of another kind."""

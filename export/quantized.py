@@ -36,11 +36,9 @@ from jaxllm.int8_prefill.shadow import PRODUCTS, product_names
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.decoder import forward
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.quant import OwnProduct, Prefix, QArray, Weight
+from jaxllm.quant import OwnProduct, Prefix, Weight
 
 FAKE_QUANT = "quant.fake_quant"
-# Suffixes of the names of the embedding's int8 levels and their scales among the weights.
-LEVELS, SCALE = ".levels", ".scale"
 # Suffix of the names of a weight's float rows, `[outputs, R]` float16.
 ROWS = ".shadow_rows"
 # Integers of a runtime go from -128 to 127.
@@ -91,11 +89,11 @@ def channel_levels(matrix: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]:
-    """Returns the model with matrices that equal their 8-bit levels times scales, and the scales by name.
+    """Returns the model with matrices that equal their 8-bit levels times scales, and the scales of the layers'
+    by name.
 
     There is one scale per output channel: per unit of `[U, D]` if its last axis is contracted, else per
-    column. The embedding matrix is also stored as levels, which serve both look-ups and products. Adapters
-    are those of `quantized_adapters`.
+    column. Adapters are those of `quantized_adapters`.
     """
     arrays, scales = dict(subject.arrays), {}
     for name, spec in param_specs(subject.cfg).items():
@@ -106,12 +104,9 @@ def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]
         scale = channel_scales(matrix, axis)
         levels = channel_levels(matrix, scale)
         arrays[name] = (levels * scale).astype(np.float32).reshape(spec.shape)
-        scales[name] = scale.reshape(-1).astype(np.float64)
-        if name == "embed.tokens":
-            arrays[f"{name}{LEVELS}"] = levels.astype(np.int8)
-            arrays[f"{name}{SCALE}"] = scale.astype(np.float32)
-    adapters, their_scales = quantized_adapters(subject)
-    return dataclasses.replace(subject, arrays=arrays | adapters), scales | their_scales
+        if spec.role != "embed":
+            scales[name] = scale.reshape(-1).astype(np.float64)
+    return dataclasses.replace(subject, arrays=arrays | quantized_adapters(subject)[0]), scales
 
 
 def quantized_adapters(subject: Subject) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
@@ -151,35 +146,15 @@ def annotated(
     scales: Mapping[str, np.ndarray],
     static: Mapping[str, Callable[[Mapping[str, Weight]], Product]],
 ) -> Params:
-    """The parameters with marks around their products: those of `static` make their own of the weights; the
-    others, and those of adapters, have dynamic activations."""
+    """The parameters with marks around the products of `scales`: those of `static` make their own of the
+    weights, the others have dynamic activations."""
     specs, marked = param_specs(cfg), dict(weights)
-    for name, each in scales.items():
-        if name not in weights:
-            continue
-        weight = weights[name]
-        if name.endswith((LEFT, RIGHT)):
-            side = jnp.reshape(weight, (weight.shape[0], -1))  # pyright: ignore[reportArgumentType]: arrays
-            product = functools.partial(_product, channel_scales=each)
-            marked[name] = OwnProduct(side, product)
-            continue
-        spec = specs[name]
+    for name in scales.keys() & weights.keys():
+        weight, spec = weights[name], specs[name]
         base = weight.base if isinstance(weight, Prefix) else weight
         outputs = int(np.prod(spec.shape[:-1])) if spec.role != "from_units" else spec.shape[-1]
-        product: Product = functools.partial(_product, channel_scales=each[:outputs])
-        if name in static:
-            product = static[name](weights)
-        own = OwnProduct(base, product)
-        if f"{name}{LEVELS}" in weights:
-            rows = QArray(
-                weights[f"{name}{LEVELS}"],  # pyright: ignore[reportArgumentType]: arrays
-                weights[f"{name}{SCALE}"],  # pyright: ignore[reportArgumentType]
-                bits=8,
-                group=0,
-                axis=-1,
-                columns=spec.shape[-1],
-            )
-            own = OwnProduct(base, product, rows)
+        product: Product = functools.partial(_product, channel_scales=scales[name][:outputs])
+        own = OwnProduct(base, static[name](weights) if name in static else product)
         marked[name] = dataclasses.replace(weight, base=own) if isinstance(weight, Prefix) else own
     return with_adapters(marked, cfg)
 

@@ -35,7 +35,7 @@ from jaxllm.export.folder_format.signature import (
     level_signatures,
 )
 from jaxllm.export.programs.jax_programs import jax_shapes
-from jaxllm.export.quantized import LEVELS, SCALE, plain_product
+from jaxllm.export.quantized import plain_product
 from jaxllm.export.steps.exported import (
     Arrays,
     ParamsOf,
@@ -57,6 +57,8 @@ from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKE
 _SPAN, _TOP = 256, 127
 # Number of tokens of the chunks that a program encodes or loads at once.
 _CODED_TOKENS = 128
+# Suffixes of the names of int8 levels of a tiny LM and of their scales.
+LEVELS, SCALE = ".levels", ".scale"
 # Programs with a mask as input if a plan says so.
 MASKED_KINDS: tuple[Kind, ...] = ("prefill", "decode")
 

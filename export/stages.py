@@ -25,6 +25,7 @@ from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.converter import Traced, convert, traced, write_model
 from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, StageFacts, stage_inputs, stage_name
+from jaxllm.export.placed import PlacedMatrices, described_weights
 from jaxllm.export.quantized import StaticProduct, annotated
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.steps.exported import Arrays
@@ -75,6 +76,7 @@ def write_stages(
     products: Mapping[str, StaticProduct],
     facts: StageFacts,
     scales: Mapping[str, np.ndarray],
+    stored: Subject,
     *,
     cache_tokens: int,
 ) -> None:
@@ -83,9 +85,10 @@ def write_stages(
     Args:
       subject, products: results of `quantized.static_level`, of the whole model.
       facts: facts of the stages.
+      stored: the subject before its matrices were quantized.
       cache_tokens: length of caches (S).
     """
-    cfg, weights = subject.cfg, subject.weights(FULL_LEVEL)
+    cfg, weights = subject.cfg, described_weights(subject, FULL_LEVEL, scales)
     made: dict[Processor, list[Traced]] = {each: [] for each in PROCESSORS}
     # For each weight, a function that makes its product on a processor.
     static: Mapping[Processor, Mapping[str, Callable[[Mapping[str, Weight]], Any]]] = {
@@ -130,9 +133,8 @@ def write_stages(
                 step = functools.partial(run_stage, stage=stage, layer=layer, shadowed=shadowed, cfg=cfg)
                 prefixes = tuple(f"layers.{layer}.{each}" for each in STAGE_PARAMETERS[stage])
                 add(natural_place(layer, stage), stage_name(stage, layer, tokens), prefixes, shapes, step)
-    halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
     for each, of in made.items():
-        write_model(folder / STAGE_FILES[each], convert(of), halves)
+        write_model(folder / STAGE_FILES[each], convert(of), PlacedMatrices(stored, "w8a8"))
 
 
 def run_stage(

@@ -2,9 +2,7 @@
 no program supports."""
 
 import dataclasses
-import functools
 import hashlib
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,8 +45,6 @@ from jaxllm.text.tokenizer import TokenizerFiles
 
 # Weight formats that other runtimes support; narrower ones are stored in the order of the native kernels.
 PORTABLE_WEIGHTS = ("f32", "bf16", "int8")
-# Of memory that JAX uses in place.
-_ALIGN = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,40 +76,29 @@ class InputAdapters:
 
 
 class Arrays(Mapping[str, np.ndarray]):
-    """Arrays by name that are read when they are asked for, each time anew, so that a model is never in
-    memory as a whole.
+    """Arrays by name that are read whenever they are asked for, so that a model is never in memory as a whole.
 
-    Args:
-      readers: by name, the shape and dtype of an array, and the function that reads it.
+    Attributes:
+      shapes: shapes and dtypes by name.
     """
 
-    def __init__(self, readers: Mapping[str, tuple[jax.ShapeDtypeStruct, Callable[[], np.ndarray]]]) -> None:
-        self._readers = readers
+    def __init__(self, shapes: Mapping[str, Any], read: Callable[[str], np.ndarray]) -> None:
+        self.shapes, self._read = shapes, read
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._readers[name][1]()
+        return self._read(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._readers)
+        return iter(self.shapes)
 
     def __len__(self) -> int:
-        return len(self._readers)
-
-    def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shape and dtype of each array; reads none."""
-        return {name: shape for name, (shape, _) in self._readers.items()}
-
-
-def described(shape: tuple[int, ...], dtype: Any = np.float32) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of an array."""
-    return jax.ShapeDtypeStruct(shape, dtype)
+        return len(self.shapes)
 
 
 def shapes_of(arrays: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape and dtype of each array; reads none of `Arrays`."""
-    if isinstance(arrays, Arrays):
-        return arrays.shapes()
-    return {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in arrays.items()}
+    """Shapes and dtypes by name; reads nothing of `Arrays`."""
+    known = arrays.shapes if isinstance(arrays, Arrays) else arrays
+    return {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in known.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,23 +138,11 @@ class Subject:
 
     def weights(self, level: int) -> Mapping[str, np.ndarray]:
         """The weight arguments of a level's programs by name, as views of the arrays."""
-        entry = self.levels[level]
-        if not isinstance(self.arrays, Arrays):
-            return entry.views(self.arrays)
-        whole = self.arrays.shapes()
-
-        def view(stored: str, count: int) -> np.ndarray:
-            return self.arrays[stored][:count]
-
-        return Arrays(
-            {
-                name: (
-                    described(each.shape, whole[each.stored].dtype),
-                    functools.partial(view, each.stored, each.shape[0]),
-                )
-                for name, each in entry.weights.items()
-            }
-        )
+        weights, whole = self.levels[level].weights, shapes_of(self.arrays)
+        shapes = {
+            name: jax.ShapeDtypeStruct(each.shape, whole[each.stored].dtype) for name, each in weights.items()
+        }
+        return Arrays(shapes, lambda name: self.arrays[weights[name].stored][: weights[name].shape[0]])
 
 
 def only_level(subject: Subject, level: int) -> Subject:
@@ -231,38 +204,31 @@ def read_subject(
             scaling = lora.scaling
             model = hashlib.sha256(f"{model} {adapter_digest(change, scaling)}".encode()).hexdigest()
 
+        specs, sides = param_specs(bundle.cfg), dict[str, np.ndarray]()
+
         def read(name: str) -> np.ndarray:
+            if name in sides:
+                return sides[name]
             own = {side: array for side, array in change.items() if side.rpartition(".")[0] == name}
-            shape, at = param_specs(bundle.cfg)[name].shape, 0
-            found = _aligned(shape, dtype)
-            flat = found.reshape(-1)
+            found, at = np.empty(specs[name].shape, dtype), 0
             with without_native_kernels():
                 for weight in bundle.weight_parts(name, whole=bool(own)):
                     part = np.asarray(_floats(merge({name: weight}, own, scaling)[name])).reshape(-1)
-                    flat[at : at + part.size] = part
+                    found.reshape(-1)[at : at + part.size] = part
                     at += part.size
             return found
 
-        readers: dict[str, Any] = {
-            name: (described(spec.shape, dtype), functools.partial(read, name))
-            for name, spec in param_specs(bundle.cfg).items()
-        }
         entries = {}
         for level, cfg in cfgs.items():
             own = param_specs(cfg if cfg.layer_units else bundle.cfg)
             entry = {name: Argument(stored=name, shape=spec.shape) for name, spec in own.items()}
             recovery = None if level == FULL_LEVEL else read_recovery(bundle, level)
             if recovery is not None:
-                sides = _sides(recovery, dtype)
-                readers |= {
-                    f"level_{level}.{name}": (described(side.shape, side.dtype), lambda side=side: side)
-                    for name, side in sides.items()
-                }
-                entry |= {
-                    name: Argument(stored=f"level_{level}.{name}", shape=side.shape)
-                    for name, side in sides.items()
-                }
+                for name, side in _sides(recovery, dtype).items():
+                    sides[f"level_{level}.{name}"] = side
+                    entry[name] = Argument(stored=f"level_{level}.{name}", shape=side.shape)
             entries[level] = ProgramLevel(cfg=cfg, weights=entry)
+        shapes = {name: jax.ShapeDtypeStruct(spec.shape, dtype) for name, spec in specs.items()}
         calibration, tiny = read_prefill(bundle), read_tiny_lm(bundle)
         # Copies, which outlive the open bundle.
         if calibration is not None:
@@ -278,7 +244,7 @@ def read_subject(
         return Subject(
             name=bundle.layout.name,
             model=model,
-            arrays=Arrays(readers),
+            arrays=Arrays(shapes | shapes_of(sides), read),
             levels=entries,
             tokenizer=bundle.tokenizer_files(),
             calibration=calibration,
@@ -286,14 +252,6 @@ def read_subject(
             tiny_lm=tiny,
             adapters=None if inputs is None else read_adapters(bundle, cfgs, inputs),
         )
-
-
-def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """A new array that JAX takes without a copy."""
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + _ALIGN, np.uint8)
-    start = -memory.ctypes.data % _ALIGN
-    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 @jax.jit

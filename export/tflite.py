@@ -9,7 +9,6 @@ units (o, down), it multiplies by the whole matrix, with zero activations for mi
 stores these matrices by output, so that a level's part is no prefix.
 """
 
-import collections
 import dataclasses
 import functools
 import importlib.metadata
@@ -22,23 +21,19 @@ import numpy as np
 
 from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.export.blocks import in_blocks
 from jaxllm.export.contents import require_family, require_format
-from jaxllm.export.converter import Given, Sharing, convert, traced, write_model
+from jaxllm.export.converter import Sharing, convert, traced, write_model
 from jaxllm.export.folder import finish, new_folder
 from jaxllm.export.folder_format.manifest import Manifest, Precision
 from jaxllm.export.folder_format.parts import LEFT, RIGHT, Argument, ProgramLevel, StageFacts
 from jaxllm.export.folder_format.signature import CODED_KINDS, Signature
-from jaxllm.export.placed import Form, PlacedMatrices
+from jaxllm.export.placed import PlacedMatrices, described_weights
 from jaxllm.export.programs.litert import LiteRtExecutor, PackedFolder
 from jaxllm.export.quantized import (
-    LEVELS,
-    SCALE,
     Ranges,
     StaticProduct,
     annotated,
     left_out,
-    quantized_adapters,
     quantized_subject,
     sequence_product,
     static_level,
@@ -46,8 +41,8 @@ from jaxllm.export.quantized import (
 )
 from jaxllm.export.signatures import ExportPlan, step_shapes, step_weights, subject_step, tiny_signatures
 from jaxllm.export.stages import stage_facts, write_stages
-from jaxllm.export.steps.exported import ParamsOf, with_adapters
-from jaxllm.export.subject import Subject, shapes_of
+from jaxllm.export.steps.exported import ParamsOf
+from jaxllm.export.subject import Subject
 from jaxllm.export.verification import run_of_model, verify, write_golden
 from jaxllm.models.features import require_feature
 from jaxllm.models.parameters import Params, param_specs
@@ -145,14 +140,12 @@ def write_tflite(
     if (precision == "w8a8") != bool(ranges):
         raise ConfigError("w8a8, and it alone, takes a text to calibrate on; give --calibration-text FILE")
     left_out(subject, precision, without_shadow=plan.without_shadow)
-    exported = subject
+    exported = stored = subject
     scales: dict[str, np.ndarray] = {}
     if precision == "w8a8":
-        subject = subject.without_calibration() if plan.without_shadow else with_shadow(subject)
-        subject, scales = quantized_subject(subject)
-    whole = {
-        level: with_whole_outputs(subject, level, int8_embedding=bool(scales)) for level in subject.levels
-    }
+        stored = subject.without_calibration() if plan.without_shadow else with_shadow(subject)
+        subject, scales = quantized_subject(stored)
+    whole = {level: with_whole_outputs(subject, level) for level in subject.levels}
     subject = dataclasses.replace(subject, levels=whole)
     # By level, the subject with the arrays of static products, and these.
     static = {level: static_level(subject, level, scales, each) for level, each in (ranges or {}).items()}
@@ -161,64 +154,25 @@ def write_tflite(
         of, products = subject, {}
         if signature.level in static and signature.kind in plan.static_kinds:
             of, products = static[signature.level]
-        # Adapters are stored under names of their level.
-        weights = of.levels[signature.level].weights.items()
-        own = {name: scales[each.stored] for name, each in weights if each.stored in scales}
-        params_of = _params_of(own, products) if scales else _whole if precision == "f32" else _sequences
+        params_of = _params_of(scales, products, floats=precision == "f32")
         step = subject_step(signature, of, _FLOAT, loops=False, params_of=params_of)
         _, caches, inputs = step_shapes(signature, of, plan, _FLOAT)
-        given = step_weights(signature, of) if scales else described_weights(signature, of)
-        made.append(traced(signature.name, step, given, caches, inputs))
+        weights = step_weights(signature, of)
+        if signature.kind not in (*CODED_KINDS, "tiny_lm"):
+            weights = described_weights(of, signature.level, scales)
+        made.append(traced(signature.name, step, weights, caches, inputs))
         if progress is not None:
             progress("export", done + 1, len(signatures))
-    if scales:
-        # The converter turns them into float32.
-        halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
-        sharing = write_model(folder / FILE, convert(made), halves)
-    else:
-        sharing = write_model(folder / FILE, convert(made), placed=placed_matrices(subject, precision))
+    sharing = write_model(folder / FILE, convert(made), PlacedMatrices(stored, precision))
     with run_of_model(folder / FILE) as run:
         verify(run, signatures, exported, plan, precision, progress, loops=False)
     if stages is not None:
-        write_stages(folder, *static[FULL_LEVEL], stages, scales, cache_tokens=plan.context_tokens)
+        write_stages(folder, *static[FULL_LEVEL], stages, scales, stored, cache_tokens=plan.context_tokens)
     return sharing
 
 
-def placed_matrices(subject: Subject, precision: Precision) -> PlacedMatrices:
-    """The matrices of a model in the forms of a precision, which is not w8a8."""
-    adapters, scales = ({}, {}) if precision == "f32" else quantized_adapters(subject)
-    arrays = collections.ChainMap(adapters, subject.arrays)  # pyright: ignore[reportArgumentType]: only read
-    return PlacedMatrices(arrays, form_of_arrays(subject, precision), scales)
-
-
-def form_of_arrays(subject: Subject, precision: Precision) -> Callable[[str], Form]:
-    """A function that returns the form of a stored array."""
-    shapes, blocks = shapes_of(subject.arrays), in_blocks(subject.cfg) if precision == "int4" else set[str]()
-
-    def form_of(stored: str) -> Form:
-        if precision == "f32":
-            return "f16" if shapes[stored].dtype == np.float16 else "f32"
-        return "int4" if stored in blocks else "int8"
-
-    return form_of
-
-
-def described_weights(signature: Signature, subject: Subject) -> dict[str, Given]:
-    """`step_weights` with matrices of the model and of adapters as descriptions."""
-    weights = step_weights(signature, subject)
-    if signature.kind in (*CODED_KINDS, "tiny_lm"):
-        return dict(weights)
-    entry = subject.levels[signature.level]
-    specs = param_specs(entry.cfg)
-    return {
-        name: weights[name] if name in specs and specs[name].role == "vector" else each
-        for name, each in entry.weights.items()
-    }
-
-
-def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) -> ProgramLevel:
-    """Returns a level whose matrices that contract units are the whole model's; with the embedding's int8
-    levels, if any."""
+def with_whole_outputs(subject: Subject, level: int) -> ProgramLevel:
+    """Returns a level whose matrices that contract units are the whole model's."""
     entry = subject.levels[level]
     specs = param_specs(subject.cfg)
     weights = {
@@ -227,41 +181,26 @@ def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) ->
         else each
         for name, each in entry.weights.items()
     }
-    if int8_embedding:
-        for part in (f"embed.tokens{LEVELS}", f"embed.tokens{SCALE}"):
-            weights[part] = Argument(stored=part, shape=subject.arrays[part].shape)
     return ProgramLevel(cfg=entry.cfg, weights=weights)
 
 
-def _whole(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
-    return with_adapters(_with_prefixes(weights, cfg), cfg)
-
-
-def _sequences(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
-    """The parameters with products of one sequence: LiteRT's accelerators take products with matrices of few
-    bits of three dimensions alone."""
-    specs, found = param_specs(cfg), dict[str, Any](weights)
-    for name, weight in weights.items():
-        if name.endswith((LEFT, RIGHT)):
-            found[name] = OwnProduct(weight.reshape(weight.shape[0], -1), sequence_product)  # pyright: ignore
-        elif name in specs and specs[name].role != "vector":
-            found[name] = OwnProduct(weight, sequence_product)
-    return _whole(found, cfg)
-
-
-def _with_prefixes(params: Mapping[str, Any], cfg: ModelConfig) -> dict[str, Any]:
-    """The parameters, of which a level contracts the first units of whole ones."""
-    whole = dict(params)
-    for name, spec in param_specs(cfg).items():
-        if spec.role == "from_units" and params[name].shape != spec.shape:
-            whole[name] = Prefix(params[name], spec.shape[0])
-    return whole
-
-
-def _params_of(scales: Mapping[str, np.ndarray], products: Mapping[str, StaticProduct]) -> ParamsOf:
+def _params_of(
+    scales: Mapping[str, np.ndarray], products: Mapping[str, StaticProduct], *, floats: bool
+) -> ParamsOf:
     static = {name: functools.partial(each.of, name) for name, each in products.items()}
 
     def params(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
-        return annotated(_with_prefixes(weights, cfg), cfg, scales=scales, static=static)
+        whole: dict[str, Any] = dict(weights)
+        for name, spec in param_specs(cfg).items():
+            if spec.role == "vector":
+                continue
+            sides = [f"{name}{side}" for side in (LEFT, RIGHT) if f"{name}{side}" in weights]
+            for each in () if floats else sides:
+                whole[each] = OwnProduct(whole[each].reshape(len(whole[each]), -1), sequence_product)
+            if not floats and name not in scales:
+                whole[name] = OwnProduct(whole[name], sequence_product)
+            if spec.role == "from_units" and weights[name].shape != spec.shape:
+                whole[name] = Prefix(whole[name], spec.shape[0])
+        return annotated(whole, cfg, scales=scales, static=static)
 
     return params

@@ -37,7 +37,7 @@ from jaxllm.export.programs.litert_library import Library, OpenPrograms, capture
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.export.signatures import MASKED_KINDS, ExportPlan, step_weights, subject_step
 from jaxllm.export.steps.exported import Step
-from jaxllm.export.subject import Arrays, Subject, described
+from jaxllm.export.subject import Arrays, Subject
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
 from jaxllm.serving.engine.engine import Engine
@@ -156,7 +156,7 @@ def run_of_model(path: Path) -> Iterator[Run]:
                 each: opened.buffer(name, each, output=True) for each in opened.arrays(name, output=True)
             }
             opened.run(name, given, results)
-            return Arrays({each: (described(of.shape, of.dtype), of.read) for each, of in results.items()})
+            return Arrays(results, lambda name: results[name].read())
 
         yield run
 

@@ -171,7 +171,7 @@ def test_int4_has_blocks_of_4_bits_that_levels_share(int4, int8, subject):
         products = Counter(each.inputs for each in found if each.name == "FULLY_CONNECTED")
         assert set(products) <= {("FLOAT32", "INT4"), ("FLOAT32", "INT8")}, name
         assert ("FLOAT32", "INT4") in products, name
-    numbers = sum(int(np.prod(subject.arrays.shapes()[name].shape)) for name in in_blocks(subject.cfg))
+    numbers = sum(int(np.prod(subject.arrays.shapes[name].shape)) for name in in_blocks(subject.cfg))
     saved = numbers - numbers // 2 - numbers // BLOCK * 2
     sizes = [(each / FILE).stat().st_size for each in (int8, int4)]
     # More than levels and scales save would be apart if each level had its own. (8-bit zero points go, too.)
