@@ -1,8 +1,8 @@
 """4-bit weights in blocks of 32 along the inputs of a product, as LiteRT's runtimes take them.
 
-The converter does not write them: `placed.py` puts them into the converted model. Scales are float16 numbers
-with the 7 bits of mantissa that XNNPACK reads. The embedding, whose products choose tokens, and matrices whose
-inputs are no multiple of 32 have 8 bits.
+The converter does not write them: `placed.py` puts them into the converted model. Scales are float16
+numbers with the 7 bits of mantissa that XNNPACK reads. The embedding, whose products choose tokens, and
+matrices whose inputs are no multiple of 32 have 8 bits.
 """
 
 import dataclasses

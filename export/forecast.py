@@ -8,6 +8,7 @@ both, and the runtime's. What depends on no model, above all the libraries, take
 
 import collections
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from jaxllm.bundle.layout import segment_of
 from jaxllm.checkpoints.huggingface import read_config
 from jaxllm.config import FULL_LEVEL
+from jaxllm.errors import ConfigError
 from jaxllm.export.contents import require_family
 from jaxllm.export.folder_format.manifest import CHAT, LOOP, MAIN, MANIFEST, TOKENIZER, Precision
 from jaxllm.export.folder_format.parts import Argument, ProgramLevel
@@ -31,8 +33,14 @@ from jaxllm.text.tokenizer import TokenizerFiles
 FIXED_BYTES = 500_000_000
 
 
-def subject_of_config(folder: Path) -> Subject:
-    """The model of a Hugging Face folder, of which only `config.json` is read: shapes without weights."""
+def subject_of_config(folder: Path, levels: Sequence[int] = ()) -> Subject:
+    """The model of a Hugging Face folder, of which only `config.json` is read: shapes without weights.
+
+    Raises:
+      ConfigError: there are to be `levels`, which a config does not have.
+    """
+    if levels:
+        raise ConfigError(f"{folder} has no levels; leave --level out, or give an elastic bundle")
     cfg = read_config(folder)
     specs = param_specs(cfg)
     shapes = {name: jax.ShapeDtypeStruct(spec.shape, np.float32) for name, spec in specs.items()}
@@ -62,19 +70,16 @@ def forecast(subject: Subject, plan: ExportPlan, *, kind: str, precision: Precis
     specs, forms = param_specs(subject.cfg), forms_of(subject, precision)
     stored, floats = collections.Counter[str](), collections.Counter[str]()
     for name, each in shapes_of(subject.arrays).items():
-        spec, numbers = specs.get(name), math.prod(each.shape)
-        vector, turned = (
-            spec is not None and spec.role == "vector",
-            spec is not None and spec.role == "from_units",
-        )
-        outputs = each.shape[-1] if turned else math.prod(each.shape[:-1])
-        part = "adapters" if spec is None else "layers" if "layers." in name else "embedding and head"
-        stored[part] += 4 * numbers if vector else bytes_of(numbers, outputs, forms[name])
-        floats[segment_of(name)] += 0 if spec is None else 4 * numbers
+        role, numbers = specs[name].role if name in specs else "adapter", math.prod(each.shape)
+        outputs = each.shape[-1] if role == "from_units" else numbers // each.shape[-1]
+        part = "adapters" if role == "adapter" else "layers" if "layers." in name else "embedding and head"
+        stored[part] += bytes_of(numbers, outputs, "f32" if role == "vector" else forms[name])
+        floats[segment_of(name)] += 0 if role == "adapter" else 4 * numbers
+    parts = ", ".join(f"{each} {_mb(size)}" for each, size in stored.items())
     lines = [
         f"programs: {len(signatures)} ({', '.join(f'{count} {each}' for each, count in kinds.items())})",
         f"files: {'one' if kind == 'litertlm' else ', '.join(names)}",
-        f"weights: {_mb(stored.total())} ({', '.join(f'{each} {_mb(size)}' for each, size in stored.items())})",
+        f"weights: {_mb(stored.total())} ({parts})",
     ]
     for level, entry in subject.levels.items():
         rooms = sorted({plan.room(each) for each in signatures if each.level == level})
@@ -86,8 +91,8 @@ def forecast(subject: Subject, plan: ExportPlan, *, kind: str, precision: Precis
     ((name, largest),) = floats.most_common(1)
     most = _mb(2 * largest + 4 * caches + FIXED_BYTES)
     lines.append(
-        f"memory: at most {most}: twice {_mb(largest)} ({name}, in float32), four times the longest caches, and "
-        f"{_mb(FIXED_BYTES)}; packed weights are in a file beside the output"
+        f"memory: at most {most}: twice {_mb(largest)} ({name}, in float32), four times the longest caches, "
+        f"and {_mb(FIXED_BYTES)}; packed weights are in a file beside the output"
     )
     return lines
 

@@ -140,12 +140,11 @@ def export_litertlm(
     subject = dataclasses.replace(only_level(subject, level), tiny_lm=None)
     require_new(out)
     plan = plan.resolved(subject.cfg)
-    if plan.npu:
-        if precision != "f32" or plan.masked:
-            raise ConfigError(
-                "the models of an NPU are floats, which their compiler quantizes, and have masks of their "
-                "own; leave --precision and --attention-mask out"
-            )
+    if plan.npu and (precision != "f32" or plan.masked):
+        raise ConfigError(
+            "the models of an NPU are floats, which their compiler quantizes, and have masks of their own; "
+            "leave --precision and --attention-mask out"
+        )
     with tempfile.TemporaryDirectory(dir=out.absolute().parent) as folder, atomic_file(out) as file:
         if plan.npu:
             sharing = write_npu_models(Path(folder), subject, plan, progress)

@@ -89,8 +89,7 @@ def channel_levels(matrix: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]:
-    """Returns the model with matrices that equal their 8-bit levels times scales, and the scales of the layers'
-    by name.
+    """Returns the model with matrices that equal their 8-bit levels times scales, and scales of the layers'.
 
     There is one scale per output channel: per unit of `[U, D]` if its last axis is contracted, else per
     column. Adapters are those of `quantized_adapters`.

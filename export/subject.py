@@ -76,7 +76,7 @@ class InputAdapters:
 
 
 class Arrays(Mapping[str, np.ndarray]):
-    """Arrays by name that are read whenever they are asked for, so that a model is never in memory as a whole.
+    """Arrays by name that are read whenever they are asked for, and so never in memory all at once.
 
     Attributes:
       shapes: shapes and dtypes by name.

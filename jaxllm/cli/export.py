@@ -248,15 +248,11 @@ def export_command(
     if dry_run:
         from jaxllm.export.forecast import forecast, subject_of_config
 
-        if bundle.is_dir() and (plan.levels or adapter is not None or inputs is not None):
-            raise click.UsageError("--level and adapters go with --dry-run of a bundle")
-        subject = (
-            subject_of_config(bundle)
-            if bundle.is_dir()
-            else read_subject(bundle, levels=plan.levels, adapter=adapter, inputs=inputs)
-        )
-        for line in forecast(subject, plan, kind=kind, precision=precision):  # pyright: ignore[reportArgumentType]
-            click.echo(line)
+        if bundle.is_dir():
+            subject = subject_of_config(bundle, plan.levels)
+        else:
+            subject = read_subject(bundle, levels=plan.levels, adapter=adapter, inputs=inputs)
+        click.echo("\n".join(forecast(subject, plan, kind=kind, precision=precision)))  # pyright: ignore
         return
     # Fail before anything is read, also for extras that are not imported yet.
     require_format(kind)
