@@ -44,7 +44,7 @@ def run_by_layer(step: Callable[..., Any], weights: Mapping[str, np.ndarray], *i
         facts = jaxpr.debug_info.with_unknown_names()
         own = jaxpr.replace(constvars=[], invars=given, outvars=outputs, eqns=segment, debug_info=facts)
         if (text := str(own)) not in compiled:
-            compiled[text] = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(own, [])))
+            compiled[text] = jax.jit(core.jaxpr_as_fun(closed.replace(jaxpr=own, consts=[])))
         arrays = [
             jax.device_put(weights[weight_of[each]]) if each in weight_of else values[each] for each in given
         ]

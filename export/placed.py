@@ -113,11 +113,10 @@ class PlacedMatrices:
                 order = np.frombuffer(own.content(inputs[1]), np.int32)
                 views[output] = dataclasses.replace(view, turned=view.turned != (order[0] == 1))
                 continue
-            products = kinds.FULLY_CONNECTED, kinds.BATCH_MATMUL
-            # The input that may have another form than float32.
-            place = 1 if kind in products else 0 if kind in (kinds.GATHER_ND, kinds.GATHER) else -1
             if kind == kinds.BATCH_MATMUL and inputs[1] in views and len(own.shape(inputs[1])) == 2:
-                inputs = [*self._to_product(own, operator, views), -1]
+                inputs, kind = self._to_product(own, operator, views), kinds.FULLY_CONNECTED
+            # The input that may have another form than float32.
+            place = {kinds.FULLY_CONNECTED: 1, kinds.GATHER_ND: 0, kinds.GATHER: 0}.get(kind, -1)
             for index, each in enumerate(inputs):
                 if each in views:
                     form = self._forms[views[each].stored]
@@ -130,9 +129,10 @@ class PlacedMatrices:
             operators.append(operator)
         own.subgraph.operators = operators
 
-    def _to_product(self, own: Subgraph, operator: Any, views: dict[int, Matrix]) -> tuple[int, int]:
+    def _to_product(self, own: Subgraph, operator: Any, views: dict[int, Matrix]) -> list[int]:
         """Makes a product with a matrix `[inputs, outputs]` one with `[outputs, inputs]`; its inputs."""
         rows, weight = map(int, operator.inputs)
+        assert not operator.builtinOptions.adjX
         if not operator.builtinOptions.adjY:
             turned = dataclasses.replace(views[weight], turned=not views[weight].turned)
             weight = own.tensor(own.shape(weight)[::-1], own.schema.TensorType.FLOAT32)
@@ -141,7 +141,7 @@ class PlacedMatrices:
         options.keepNumDims = True
         kind = own.schema.BuiltinOptions.FullyConnectedOptions
         own.become(operator, own.kinds.FULLY_CONNECTED, kind, options)
-        return rows, weight
+        return [rows, weight, -1]
 
     def _constant(self, own: Subgraph, matrix: Matrix, shape: list[int], operators: list[Any]) -> int:
         """A new tensor of a matrix; in float16 one that a new operator widens, once, when XNNPACK packs."""

@@ -164,4 +164,4 @@ def test_a_dry_run_reads_a_config_alone(tmp_path):
     ):
         failed = run(cli, [*wanted, *options])
         assert failed.exit_code
-        assert wrong in failed.output
+        assert wrong in f"{failed.output} {failed.exception}"
