@@ -3,17 +3,20 @@
 Parts of the converter's Python modules are internal: they are used only here, at the version that the extra
 pins. The converter does not support loops, sorts, bit operations or bfloat16 products.
 
+Matrices that are described by an `Argument` stay arguments for the converter, and are placed in its model
+afterwards (see `placed.py`); arrays become constants before.
+
 Buffers are stored after the flatbuffer, each with an offset and a size (`Buffer.offset`, `Buffer.size` of
 the schema), so that two may refer to the same bytes: equal buffers are stored once, and so is a buffer that
 is a prefix of a larger one, as a level's matrices are of the whole model's. Scales and zero points of
 channels are repeated with every use of a matrix: equal vectors of them are written once.
 """
 
-import copy
 import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -22,8 +25,9 @@ import numpy as np
 import xxhash
 
 from jaxllm.errors import ConfigError, one_line
-from jaxllm.export.blocks import Blocks, put_blocks
+from jaxllm.export.folder_format.parts import Argument
 from jaxllm.export.lookups import content_of, put_lookups
+from jaxllm.export.placed import MATRIX, PlacedMatrices
 from jaxllm.export.quantized import FAKE_QUANT
 from jaxllm.kernels.native import without_native_kernels
 
@@ -34,23 +38,30 @@ _ALIGN = 64
 _LEAST_SHARED_BYTES = 1024
 
 
+# An array, or a description of one that is read later.
+Given = np.ndarray | Argument
+
+
 class Traced(NamedTuple):
     """Signature for the converter: StableHLO bytes whose first arguments are `weights`, and the names of
     the other arguments and of the results."""
 
     name: str
     code: bytes
-    weights: Sequence[np.ndarray]
+    weights: Sequence[Given]
     inputs: Sequence[str]
     outputs: Sequence[str]
 
 
 def traced(
-    name: str, step: Callable[..., Any], weights: Mapping[str, np.ndarray], *inputs: Mapping[str, Any]
+    name: str, step: Callable[..., Any], weights: Mapping[str, Given], *inputs: Mapping[str, Any]
 ) -> Traced:
     """Traces a step of weights and shapes of inputs, each by name, with XLA's kernels, for a CPU. Unused
     arguments stay, so that positions match."""
-    given = {each: jax.ShapeDtypeStruct(array.shape, array.dtype) for each, array in weights.items()}
+    given = {
+        each: jax.ShapeDtypeStruct(array.shape, array.dtype if isinstance(array, np.ndarray) else np.float32)
+        for each, array in weights.items()
+    }
     with without_native_kernels():
         exported = jax.export.export(jax.jit(step, keep_unused=True), platforms=("cpu",))(given, *inputs)
     return Traced(
@@ -64,7 +75,8 @@ def traced(
 
 
 def convert(signatures: Sequence[Traced]) -> bytes:
-    """Converts all signatures to one model, with their weights as constants.
+    """Converts all signatures to one model, with their arrays as constants, and matrices that are described
+    as arguments.
 
     Raises:
       ConfigError: the converter rejects the model.
@@ -84,10 +96,11 @@ def convert(signatures: Sequence[Traced]) -> bytes:
                 if _marks_to_calls(module):
                     passmanager.PassManager.parse("builtin.module(symbol-dce)").run(module.operation)
                 _put_constants(module, each.weights)
+                placed = [f"{MATRIX}{of.stored}" for of in each.weights if isinstance(of, Argument)]
                 converter_api_ext.set_signature(
                     module.operation,
                     signature_name=each.name,
-                    input_names=list(each.inputs),
+                    input_names=[*placed, *each.inputs],
                     output_names=list(each.outputs),
                 )
             modules.append(module)
@@ -106,8 +119,8 @@ def convert(signatures: Sequence[Traced]) -> bytes:
         ) from error
 
 
-def _put_constants(module: Any, weights: Sequence[np.ndarray]) -> None:
-    """Replaces the first arguments of a module's `main` by constants."""
+def _put_constants(module: Any, weights: Sequence[Given]) -> None:
+    """Replaces the arguments of a module's `main` that are arrays by constants."""
     from litert_converter.mlir import ir
 
     (main,) = (
@@ -115,23 +128,28 @@ def _put_constants(module: Any, weights: Sequence[np.ndarray]) -> None:
         for each in module.body.operations
         if ir.StringAttr(each.operation.attributes["sym_name"]).value == "main"
     )
-    block = main.regions[0].blocks[0]
+    block, replaced = main.regions[0].blocks[0], set[int]()
     with ir.InsertionPoint.at_block_begin(block):
         for index, weight in enumerate(weights):
+            if isinstance(weight, Argument):
+                continue
             shape = ir.RankedTensorType(block.arguments[index].type)
             value = ir.DenseElementsAttr.get(
                 np.ascontiguousarray(weight), type=shape.element_type, shape=list(weight.shape)
             )
             made = ir.Operation.create("stablehlo.constant", results=[shape], attributes={"value": value})
             block.arguments[index].replace_all_uses_with(made.results[0])
-    count, operation = len(weights), main.operation
+            replaced.add(index)
+    operation = main.operation
     signature = ir.FunctionType(ir.TypeAttr(operation.attributes["function_type"]).value)
-    for index in reversed(range(count)):
+    for index in sorted(replaced, reverse=True):
         block.erase_argument(index)
-    rest = ir.FunctionType.get(signature.inputs[count:], signature.results)
+    inputs = [each for index, each in enumerate(signature.inputs) if index not in replaced]
+    rest = ir.FunctionType.get(inputs, signature.results)
     operation.attributes["function_type"] = ir.TypeAttr.get(rest)
     if "arg_attrs" in operation.attributes:
-        kept = list(ir.ArrayAttr(operation.attributes["arg_attrs"]))[count:]
+        facts = enumerate(ir.ArrayAttr(operation.attributes["arg_attrs"]))
+        kept = [each for index, each in facts if index not in replaced]
         operation.attributes["arg_attrs"] = ir.ArrayAttr.get(kept)
 
 
@@ -180,26 +198,23 @@ class Sharing:
     stored_bytes: int
 
 
-def share_buffers(
-    data: bytes, halves: Sequence[np.ndarray] = (), blocks: Mapping[str, Blocks] | None = None
-) -> tuple[bytes, Sharing]:
-    """Returns the model with the bytes of equal buffers, and of prefixes of larger ones, stored once.
+def write_model(path: Path, data: bytes, placed: PlacedMatrices) -> Sharing:
+    """Writes a converted model with the bytes of equal buffers, and of prefixes of larger ones, stored once.
 
     Args:
       data: bytes of the model.
-      halves: float16 matrices (or stacks, flattened to matrices); constants of the model that equal one of
-        them in float32, transposed or not, are stored as float16.
-      blocks: matrices that are stored at 4 bits.
+      placed: the matrices that are arguments.
+
+    Raises:
+      ConfigError: the converter gave an argument a form that is not known.
     """
     import flatbuffers
     from ai_edge_litert import schema_py_generated as schema
 
     model = schema.ModelT.InitFromObj(schema.Model.GetRootAs(data, 0))
+    _share_scales(model)
+    placed.place(schema, model, data)
     put_lookups(schema, model, data)
-    if blocks:
-        put_blocks(schema, model, data, blocks)
-    if halves:
-        _put_halves(schema, model, data, halves)
     large: list[tuple[Any, memoryview]] = []
     for buffer in model.buffers:
         content = content_of(buffer, data)
@@ -223,7 +238,7 @@ def share_buffers(
         homes[index] = begins[key]
     for buffer, content in large:
         buffer.data, buffer.offset, buffer.size = None, 2, len(content)
-    _share_scales(model)
+    placed.layout(model.buffers, 2, _ALIGN)
 
     def packed() -> bytes:
         builder = flatbuffers.Builder(1 << 20)
@@ -231,7 +246,7 @@ def share_buffers(
         return bytes(builder.Output())
 
     # Offsets are after the flatbuffer, whose size does not depend on them.
-    end = len(packed())
+    start = end = len(packed())
     places = []
     for blob in blobs:
         end += -end % _ALIGN
@@ -239,11 +254,18 @@ def share_buffers(
         end += len(blob)
     for (buffer, _), home in zip(large, homes, strict=True):
         buffer.offset = places[home]
-    out = bytearray(packed())
-    for place, blob in zip(places, blobs, strict=True):
-        out += b"\0" * (place - len(out))
-        out += blob
-    return bytes(out), Sharing(sum(len(each) for _, each in large), sum(len(blob) for blob in blobs))
+    with path.open("wb") as file:
+        for place, blob in zip(places, blobs, strict=True):
+            file.seek(place)
+            file.write(blob)
+        end = placed.layout(model.buffers, end, _ALIGN)
+        file.truncate(end)
+        placed.write(file, model.buffers)
+        # Last, because matrices complete the scales, of which equal ones make it shorter.
+        _share_scales(model)
+        file.seek(0)
+        file.write(packed())
+    return Sharing(sum(each.size for each in model.buffers), end - start)
 
 
 def _share_scales(model: Any) -> None:
@@ -253,43 +275,9 @@ def _share_scales(model: Any) -> None:
         for tensor in subgraph.tensors:
             if tensor.quantization is None:
                 continue
-            facts = sorted(vars(tensor.quantization).items())
+            facts = sorted((name, each) for name, each in vars(tensor.quantization).items() if name != "Pack")
             key = tuple(each.tobytes() if isinstance(each, np.ndarray) else repr(each) for _, each in facts)
             if key not in found:
                 found[key] = tensor.quantization
                 found[key].Pack = functools.cache(found[key].Pack)
             tensor.quantization = found[key]
-
-
-def _put_halves(schema: Any, model: Any, data: bytes, halves: Sequence[np.ndarray]) -> None:
-    """Stores constants that equal one of `halves` at half precision, each followed by a dequantize
-    operator, which XNNPACK runs once, when it packs weights."""
-    wide = [each.reshape(len(each), -1).astype(np.float32) for each in halves]
-    layouts = [*wide, *(each.T for each in wide)]
-    known = {xxhash.xxh3_128_digest(np.ascontiguousarray(each).data) for each in layouts}
-    dequantize = schema.OperatorCodeT()
-    dequantize.builtinCode = dequantize.deprecatedBuiltinCode = schema.BuiltinOperator.DEQUANTIZE
-    # The operator's version that accepts float16.
-    dequantize.version = 3
-    model.operatorCodes.append(dequantize)
-    replaced = set()
-    for subgraph in model.subgraphs:
-        added = []
-        for index, tensor in enumerate(list(subgraph.tensors)):
-            content = content_of(model.buffers[tensor.buffer], data)
-            if tensor.type != schema.TensorType.FLOAT32 or xxhash.xxh3_128_digest(content) not in known:
-                continue
-            buffer, source, operator = schema.BufferT(), copy.copy(tensor), schema.OperatorT()
-            buffer.data = np.frombuffer(content, np.float32).astype(np.float16).view(np.uint8)
-            source.type, source.buffer = schema.TensorType.FLOAT16, len(model.buffers)
-            operator.opcodeIndex, operator.inputs = len(model.operatorCodes) - 1, [len(subgraph.tensors)]
-            operator.outputs = [index]
-            model.buffers.append(buffer)
-            subgraph.tensors.append(source)
-            added.append(operator)
-            replaced.add(tensor.buffer)
-            # Buffer 0 is that of tensors that are no constants.
-            tensor.buffer = 0
-        subgraph.operators[:0] = added
-    for index in replaced:
-        model.buffers[index] = schema.BufferT()

@@ -40,15 +40,16 @@ import numpy as np
 from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError, TemplateError, one_line
 from jaxllm.export.contents import require_contents, require_family, require_format
-from jaxllm.export.converter import Sharing, Traced, convert, share_buffers, traced
+from jaxllm.export.converter import Sharing, Traced, convert, traced, write_model
 from jaxllm.export.folder import require_new
 from jaxllm.export.folder_format.manifest import Precision
 from jaxllm.export.folder_format.signature import KEYS, LOGITS, VALUES
+from jaxllm.export.placed import PlacedMatrices, described_weights
 from jaxllm.export.quantized import Ranges, left_out
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.steps.exported import Arrays, with_adapters
 from jaxllm.export.subject import Subject, only_level
-from jaxllm.export.tflite import FILE, tflite_models
+from jaxllm.export.tflite import FILE, write_tflite
 from jaxllm.files.atomic import atomic_file
 from jaxllm.kv.cache import Past, TokenPositions, write_rows
 from jaxllm.models.decoder import embed_tokens, forward_layer, logits
@@ -139,26 +140,25 @@ def export_litertlm(
     subject = dataclasses.replace(only_level(subject, level), tiny_lm=None)
     require_new(out)
     plan = plan.resolved(subject.cfg)
-    if plan.npu:
-        if precision != "f32" or plan.masked:
-            raise ConfigError(
-                "the models of an NPU are floats, which their compiler quantizes, and have masks of their "
-                "own; leave --precision and --attention-mask out"
-            )
-        models, sharing = npu_models(subject, plan, progress)
-    else:
-        signatures = plan.signatures(FULL_LEVEL, lambda _: FILE)
-        made, sharing = tflite_models(
-            subject, plan, signatures, precision=precision, ranges=ranges, progress=progress
+    if plan.npu and (precision != "f32" or plan.masked):
+        raise ConfigError(
+            "the models of an NPU are floats, which their compiler quantizes, and have masks of their own; "
+            "leave --precision and --attention-mask out"
         )
-        models = {PREFILL_DECODE: made[FILE]}
-    with tempfile.TemporaryDirectory() as folder, atomic_file(out) as file:
+    with tempfile.TemporaryDirectory(dir=out.absolute().parent) as folder, atomic_file(out) as file:
+        if plan.npu:
+            sharing = write_npu_models(Path(folder), subject, plan, progress)
+        else:
+            signatures = plan.signatures(FULL_LEVEL, lambda _: FILE)
+            sharing = write_tflite(
+                Path(folder), subject, plan, signatures, precision=precision, ranges=ranges, progress=progress
+            )
+            (Path(folder) / FILE).rename(Path(folder) / PREFILL_DECODE)
+        models = sorted(Path(folder).iterdir())
         tokenizer_path, facts_path = (Path(folder) / name for name in ("t.json", "facts.pb"))
-        for kind, model in models.items():
-            (Path(folder) / kind).write_bytes(model)
         tokenizer_path.write_text(subject.tokenizer.tokenizer_json, encoding="utf-8")
         facts_path.write_bytes(metadata(subject, plan).SerializeToString())
-        _build(file, [Path(folder) / each for each in models], tokenizer_path, facts_path, without)
+        _build(file, models, tokenizer_path, facts_path, without)
         if not plan.npu:
             # The runtime only opens names with this suffix, and an NPU's models only on an NPU.
             file.flush()
@@ -280,11 +280,11 @@ def _runtime_texts(bundle: Path, chats: Sequence[_Turns], *, answers: bool) -> l
     return texts
 
 
-def npu_models(
-    subject: Subject, plan: ExportPlan, progress: Progress | None = None
-) -> tuple[dict[str, bytes], Sharing]:
-    """The models of the whole model of a subject, by type, and the bytes of the NPU's weights; `plan` is
-    resolved.
+def write_npu_models(
+    folder: Path, subject: Subject, plan: ExportPlan, progress: Progress | None = None
+) -> Sharing:
+    """Writes the models of the whole model of a subject into a folder, by type, and returns the bytes of the
+    NPU's weights; `plan` is resolved.
 
     Raises:
       ConfigError: the model cannot be divided so, or the plan has several lengths of chunks.
@@ -295,7 +295,8 @@ def npu_models(
             f"the models of an NPU have one length of chunks, not {plan.chunk_tokens}; give one "
             "--chunk-tokens, as 128"
         )
-    parts, weights = list(_parts(subject.cfg, plan)), subject.weights(FULL_LEVEL)
+    parts = list(_parts(subject.cfg, plan))
+    weights = described_weights(subject, FULL_LEVEL)
     embedding = {name: each for name, each in weights.items() if name.startswith("embed.")}
     given = {EMBEDDER: embedding, AUX: {}, PREFILL_DECODE: weights}
     made: dict[str, list[Traced]] = {model: [] for model in given}
@@ -303,9 +304,11 @@ def npu_models(
         made[model].append(traced(name, step, given[model], shapes))
         if progress is not None:
             progress("export", done + 1, len(parts))
-    halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
-    shared = {model: share_buffers(convert(each), halves) for model, each in made.items()}
-    return {model: each for model, (each, _) in shared.items()}, shared[PREFILL_DECODE][1]
+    shared = {
+        model: write_model(folder / model, convert(each), PlacedMatrices(subject, "f32"))
+        for model, each in made.items()
+    }
+    return shared[PREFILL_DECODE]
 
 
 def _parts(cfg: ModelConfig, plan: ExportPlan) -> Iterator[tuple[str, str, Any, Shapes]]:

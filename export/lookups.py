@@ -4,7 +4,6 @@ The converter writes `GATHER_ND`, which they do not take. `GATHER` has one axis 
 with a scale each, `EMBEDDING_LOOKUP` makes floats in one operation.
 """
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -50,43 +49,17 @@ class Subgraph:
                     self.become(
                         operator, self.kinds.GATHER, self.schema.BuiltinOptions.GatherOptions, options
                     )
+                    if self.subgraph.tensors[matrix].quantization is not None:
+                        operator.inputs = [line, matrix]
+                        self.become(operator, self.kinds.EMBEDDING_LOOKUP, 0, None)
             operators.append(operator)
         self.subgraph.operators = operators
-        self.maker = {int(tensor): each for each in operators for tensor in each.outputs}
-        for product in [each for each in operators if self.kind(each) == self.kinds.MUL]:
-            self.fuse(product)
         read, kept = {int(tensor) for tensor in self.subgraph.outputs}, []
         for operator in reversed(self.subgraph.operators):
             if read & {int(tensor) for tensor in operator.outputs}:
                 kept.append(operator)
                 read |= {int(tensor) for tensor in operator.inputs}
         self.subgraph.operators = kept[::-1]
-
-    def fuse(self, product: Any) -> None:
-        """Makes the product of 8-bit rows and their scales one look-up, if it is one."""
-        kinds, types = self.kinds, self.schema.TensorType
-        for rows, scales in (product.inputs, product.inputs[::-1]):
-            levels = self.before(int(rows), (kinds.RESHAPE, kinds.CAST))
-            factors = self.before(int(scales), (kinds.RESHAPE,))
-            if not all(each is not None and self.kind(each) == kinds.GATHER for each in (levels, factors)):
-                continue
-            matrix, column = (self.subgraph.tensors[int(each.inputs[0])] for each in (levels, factors))
-            if matrix.type != types.INT8 or column.type != types.FLOAT32 or list(column.shape)[1:] != [1]:
-                continue
-            (count,), line = self.shape(int(levels.inputs[1])), int(levels.inputs[1])
-            stored = content_of(self.model.buffers[column.buffer], self.data)
-            scaled = copy.copy(matrix)
-            scaled.quantization = self.schema.QuantizationParametersT()
-            scaled.quantization.scale = np.frombuffer(stored, np.float32)
-            scaled.quantization.zeroPoint = np.zeros(int(matrix.shape[0]), np.int64)
-            scaled.quantization.quantizedDimension = 0
-            self.subgraph.tensors.append(scaled)
-            found, lookup = self.tensor([count, int(matrix.shape[1])], types.FLOAT32), self.schema.OperatorT()
-            lookup.inputs, lookup.outputs = [line, len(self.subgraph.tensors) - 2], [found]
-            self.become(lookup, kinds.EMBEDDING_LOOKUP, 0, None)
-            at = self.subgraph.operators.index(product)
-            self.subgraph.operators[at : at + 1] = [lookup, self.reshape(found, int(product.outputs[0]))]
-            return
 
     def kind(self, operator: Any) -> int:
         """The operator's kind."""
@@ -96,12 +69,9 @@ class Subgraph:
         """The shape of a tensor."""
         return [int(each) for each in self.subgraph.tensors[tensor].shape]
 
-    def before(self, tensor: int, through: tuple[int, ...]) -> Any:
-        """The operator that makes a tensor, before any of some kinds; None for an input."""
-        operator = self.maker.get(tensor)
-        while operator is not None and self.kind(operator) in through:
-            operator = self.maker.get(int(operator.inputs[0]))
-        return operator
+    def content(self, tensor: int) -> memoryview:
+        """The bytes of a constant."""
+        return content_of(self.model.buffers[self.subgraph.tensors[tensor].buffer], self.data)
 
     def become(self, operator: Any, kind: int, options_type: int, options: Any) -> None:
         """Makes an operator one of another kind."""
@@ -120,12 +90,16 @@ class Subgraph:
         self.subgraph.tensors.append(made)
         return len(self.subgraph.tensors) - 1
 
+    def empty_buffer(self) -> int:
+        """A new buffer without bytes."""
+        self.model.buffers.append(self.schema.BufferT())
+        return len(self.model.buffers) - 1
+
     def buffer(self, values: np.ndarray) -> int:
         """A new buffer."""
-        made = self.schema.BufferT()
-        made.data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
-        self.model.buffers.append(made)
-        return len(self.model.buffers) - 1
+        made = self.empty_buffer()
+        self.model.buffers[made].data = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        return made
 
     def reshape(self, source: int, target: int) -> Any:
         """A new operator that gives one tensor the shape of another."""

@@ -19,7 +19,7 @@ output has a step of its own. Levels of the weights are unchanged, so that all p
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,11 +36,9 @@ from jaxllm.int8_prefill.shadow import PRODUCTS, product_names
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.models.decoder import forward
 from jaxllm.models.parameters import Params, param_specs
-from jaxllm.quant import OwnProduct, Prefix, QArray, Weight
+from jaxllm.quant import OwnProduct, Prefix, Weight
 
 FAKE_QUANT = "quant.fake_quant"
-# Suffixes of the names of the embedding's int8 levels and their scales among the weights.
-LEVELS, SCALE = ".levels", ".scale"
 # Suffix of the names of a weight's float rows, `[outputs, R]` float16.
 ROWS = ".shadow_rows"
 # Integers of a runtime go from -128 to 127.
@@ -80,45 +78,59 @@ def left_out(subject: Subject, precision: Precision, *, without_shadow: bool) ->
     return ()
 
 
-def quantized_subject(subject: Subject, apart: Container[str] = ()) -> tuple[Subject, dict[str, np.ndarray]]:
-    """Returns the model with matrices that equal their 8-bit levels times scales, and the scales by name; the
-    matrices `apart` stay.
+def channel_scales(matrix: np.ndarray, axis: int) -> np.ndarray:
+    """The 8-bit scales of a float32 matrix whose `axis` is contracted, which stays with a length of 1."""
+    return np.maximum(np.abs(matrix).max(axis=axis, keepdims=True), np.float32(1e-12)) / np.float32(_TOP)
+
+
+def channel_levels(matrix: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The levels of a matrix, whole numbers from -127 to 127 in float32."""
+    return np.clip(np.rint(matrix / scale), -_TOP, _TOP)
+
+
+def quantized_subject(subject: Subject) -> tuple[Subject, dict[str, np.ndarray]]:
+    """Returns the model with matrices that equal their 8-bit levels times scales, and scales of the layers'.
 
     There is one scale per output channel: per unit of `[U, D]` if its last axis is contracted, else per
-    column. The embedding matrix is also stored as levels, which serve both look-ups and products. An
-    adapter's first factor has a scale per row; the second has one scale for all, and the scales of its rows
-    are multiplied into the first, because the second has many channels and a scale per channel would need
-    as much memory as its numbers.
+    column. Adapters are those of `quantized_adapters`.
     """
     arrays, scales = dict(subject.arrays), {}
     for name, spec in param_specs(subject.cfg).items():
-        if spec.role == "vector" or name in apart:
+        if spec.role == "vector":
             continue
         matrix = np.asarray(arrays[name], np.float32).reshape(-1, spec.shape[-1])
         axis = 0 if spec.role == "from_units" else 1
-        scale = np.maximum(np.abs(matrix).max(axis=axis, keepdims=True), np.float32(1e-12)) / np.float32(_TOP)
-        levels = np.clip(np.rint(matrix / scale), -_TOP, _TOP)
+        scale = channel_scales(matrix, axis)
+        levels = channel_levels(matrix, scale)
         arrays[name] = (levels * scale).astype(np.float32).reshape(spec.shape)
-        scales[name] = scale.reshape(-1).astype(np.float64)
-        if name == "embed.tokens":
-            arrays[f"{name}{LEVELS}"] = levels.astype(np.int8)
-            arrays[f"{name}{SCALE}"] = scale.astype(np.float32)
+        if spec.role != "embed":
+            scales[name] = scale.reshape(-1).astype(np.float64)
+    return dataclasses.replace(subject, arrays=arrays | quantized_adapters(subject)[0]), scales
+
+
+def quantized_adapters(subject: Subject) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The factors of the levels' adapters that equal their 8-bit levels times scales, and the scales.
+
+    The first factor has a scale per row; the second has one scale for all, and the scales of its rows are
+    multiplied into the first, because the second has many channels and a scale per channel would need as much
+    memory as its numbers.
+    """
+    arrays, scales = {}, {}
     for level in subject.levels.values():
         for name, spec in param_specs(level.cfg).items():
             if f"{name}{LEFT}" in level.weights:
                 order = (LEFT, RIGHT) if spec.role == "from_units" else (RIGHT, LEFT)
                 # In the order of their use, `[r, *]`.
                 stored = [level.weights[f"{name}{side}"].stored for side in order]
-                one, other = (
-                    arrays[each].astype(np.float32).reshape(len(arrays[each]), -1) for each in stored
-                )
+                sides = [subject.arrays[each] for each in stored]
+                one, other = (side.astype(np.float32).reshape(len(side), -1) for side in sides)
                 tops = _row_tops(other)
                 one, other = one * tops, other / tops
                 steps = _row_tops(one) / np.float32(_TOP), np.float32(1 / _TOP)
-                for each, side, step in zip(stored, (one, other), steps, strict=True):
-                    arrays[each] = (np.rint(side / step) * step).reshape(arrays[each].shape)
+                for each, like, side, step in zip(stored, sides, (one, other), steps, strict=True):
+                    arrays[each] = (np.rint(side / step) * step).reshape(like.shape)
                     scales[each] = np.asarray(step, np.float64).reshape(-1)
-    return dataclasses.replace(subject, arrays=arrays), scales
+    return arrays, scales
 
 
 def _row_tops(matrix: np.ndarray) -> np.ndarray:
@@ -133,35 +145,15 @@ def annotated(
     scales: Mapping[str, np.ndarray],
     static: Mapping[str, Callable[[Mapping[str, Weight]], Product]],
 ) -> Params:
-    """The parameters with marks around their products: those of `static` make their own of the weights; the
-    others, and those of adapters, have dynamic activations."""
+    """The parameters with marks around the products of `scales`: those of `static` make their own of the
+    weights, the others have dynamic activations."""
     specs, marked = param_specs(cfg), dict(weights)
-    for name, each in scales.items():
-        if name not in weights:
-            continue
-        weight = weights[name]
-        if name.endswith((LEFT, RIGHT)):
-            side = jnp.reshape(weight, (weight.shape[0], -1))  # pyright: ignore[reportArgumentType]: arrays
-            product = functools.partial(_product, channel_scales=each)
-            marked[name] = OwnProduct(side, product)
-            continue
-        spec = specs[name]
+    for name in scales.keys() & weights.keys():
+        weight, spec = weights[name], specs[name]
         base = weight.base if isinstance(weight, Prefix) else weight
         outputs = int(np.prod(spec.shape[:-1])) if spec.role != "from_units" else spec.shape[-1]
-        product: Product = functools.partial(_product, channel_scales=each[:outputs])
-        if name in static:
-            product = static[name](weights)
-        own = OwnProduct(base, product)
-        if f"{name}{LEVELS}" in weights:
-            rows = QArray(
-                weights[f"{name}{LEVELS}"],  # pyright: ignore[reportArgumentType]: arrays
-                weights[f"{name}{SCALE}"],  # pyright: ignore[reportArgumentType]
-                bits=8,
-                group=0,
-                axis=-1,
-                columns=spec.shape[-1],
-            )
-            own = OwnProduct(base, product, rows)
+        product: Product = functools.partial(_product, channel_scales=scales[name][:outputs])
+        own = OwnProduct(base, static[name](weights) if name in static else product)
         marked[name] = dataclasses.replace(weight, base=own) if isinstance(weight, Prefix) else own
     return with_adapters(marked, cfg)
 

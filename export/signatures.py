@@ -35,7 +35,7 @@ from jaxllm.export.folder_format.signature import (
     level_signatures,
 )
 from jaxllm.export.programs.jax_programs import jax_shapes
-from jaxllm.export.quantized import LEVELS, SCALE, plain_product
+from jaxllm.export.quantized import plain_product
 from jaxllm.export.steps.exported import (
     Arrays,
     ParamsOf,
@@ -45,7 +45,7 @@ from jaxllm.export.steps.exported import (
     step_of,
     with_adapters,
 )
-from jaxllm.export.subject import Subject
+from jaxllm.export.subject import Subject, shapes_of
 from jaxllm.models.features import require_decoder_alone
 from jaxllm.models.tiny_lm import TlmConfig, forward_both
 from jaxllm.options import check_options, option
@@ -57,6 +57,8 @@ from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS, DEFAULT_CONTEXT_TOKE
 _SPAN, _TOP = 256, 127
 # Number of tokens of the chunks that a program encodes or loads at once.
 _CODED_TOKENS = 128
+# Suffixes of the names of int8 levels of a tiny LM and of their scales.
+LEVELS, SCALE = ".levels", ".scale"
 # Programs with a mask as input if a plan says so.
 MASKED_KINDS: tuple[Kind, ...] = ("prefill", "decode")
 
@@ -193,8 +195,7 @@ def step_shapes(
     inputs = interface.inputs
     if plan.masked and signature.kind in MASKED_KINDS:
         inputs = {**inputs, MASK: ((1, 1, signature.tokens, plan.room(signature)), np.dtype(np.bool_))}
-    weights = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in arrays.items()}
-    return weights, jax_shapes(interface.caches), jax_shapes(inputs)
+    return shapes_of(arrays), jax_shapes(interface.caches), jax_shapes(inputs)
 
 
 def step_weights(signature: Signature, subject: Subject) -> Mapping[str, np.ndarray]:

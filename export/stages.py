@@ -14,6 +14,7 @@ inputs, and those of the float processor's shadows multiply the clipped excess.
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,8 +23,9 @@ import numpy as np
 
 from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.export.converter import Traced, convert, share_buffers, traced
+from jaxllm.export.converter import Traced, convert, traced, write_model
 from jaxllm.export.folder_format.parts import EMBED, STAGE_FILES, StageFacts, stage_inputs, stage_name
+from jaxllm.export.placed import PlacedMatrices, described_weights
 from jaxllm.export.quantized import StaticProduct, annotated
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.steps.exported import Arrays
@@ -68,22 +70,25 @@ def stage_facts(subject: Subject, plan: ExportPlan) -> StageFacts:
     return StageFacts(chunk_tokens=plan.chunk_tokens, shadowed=tuple(map(bool, shadowed)))
 
 
-def stage_models(
+def write_stages(
+    folder: Path,
     subject: Subject,
     products: Mapping[str, StaticProduct],
     facts: StageFacts,
     scales: Mapping[str, np.ndarray],
+    stored: Subject,
     *,
     cache_tokens: int,
-) -> dict[str, bytes]:
-    """The models of both processors, by file name.
+) -> None:
+    """Writes the models of both processors into a folder.
 
     Args:
       subject, products: results of `quantized.static_level`, of the whole model.
       facts: facts of the stages.
+      stored: the subject before its matrices were quantized.
       cache_tokens: length of caches (S).
     """
-    cfg, weights = subject.cfg, subject.weights(FULL_LEVEL)
+    cfg, weights = subject.cfg, described_weights(subject, FULL_LEVEL, scales)
     made: dict[Processor, list[Traced]] = {each: [] for each in PROCESSORS}
     # For each weight, a function that makes its product on a processor.
     static: Mapping[Processor, Mapping[str, Callable[[Mapping[str, Weight]], Any]]] = {
@@ -128,8 +133,8 @@ def stage_models(
                 step = functools.partial(run_stage, stage=stage, layer=layer, shadowed=shadowed, cfg=cfg)
                 prefixes = tuple(f"layers.{layer}.{each}" for each in STAGE_PARAMETERS[stage])
                 add(natural_place(layer, stage), stage_name(stage, layer, tokens), prefixes, shapes, step)
-    halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
-    return {STAGE_FILES[each]: share_buffers(convert(of), halves)[0] for each, of in made.items()}
+    for each, of in made.items():
+        write_model(folder / STAGE_FILES[each], convert(of), PlacedMatrices(stored, "w8a8"))
 
 
 def run_stage(

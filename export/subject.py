@@ -3,9 +3,11 @@ no program supports."""
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -37,7 +39,7 @@ from jaxllm.models.lora import (
     target_of,
 )
 from jaxllm.models.parameters import param_specs
-from jaxllm.quant import dequantize
+from jaxllm.quant import Weight, dequantize
 from jaxllm.serving.weights.model_level import rank_of, read_adapter_of
 from jaxllm.text.tokenizer import TokenizerFiles
 
@@ -73,14 +75,40 @@ class InputAdapters:
     arrays: Mapping[str, np.ndarray]
 
 
+class Arrays(Mapping[str, np.ndarray]):
+    """Arrays by name that are read whenever they are asked for, and so never in memory all at once.
+
+    Attributes:
+      shapes: shapes and dtypes by name.
+    """
+
+    def __init__(self, shapes: Mapping[str, Any], read: Callable[[str], np.ndarray]) -> None:
+        self.shapes, self._read = shapes, read
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def shapes_of(arrays: Mapping[str, np.ndarray]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes by name; reads nothing of `Arrays`."""
+    known = arrays.shapes if isinstance(arrays, Arrays) else arrays
+    return {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in known.items()}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
     """A model to export.
 
     Attributes:
       model: fingerprint of the bundle, and of a merged adapter.
-      arrays: arrays by name, each stored once: dense weights of the whole model `[*U, D]`, and factors of
-        the levels' adapters.
+      arrays: arrays by name, each stored once: dense weights of the whole model `[*U, D]`, which a bundle's
+        `Arrays` read one at a time, and factors of the levels' adapters.
       levels: the sub-models and the arrays of each; 100 is among them.
       calibration: calibration of integer prefill; None if the bundle has none.
       merged: whether an adapter was merged into the weights.
@@ -108,18 +136,21 @@ class Subject:
         """The same model as if its bundle were not calibrated."""
         return dataclasses.replace(self, calibration=None)
 
-    def weights(self, level: int) -> dict[str, np.ndarray]:
+    def weights(self, level: int) -> Mapping[str, np.ndarray]:
         """The weight arguments of a level's programs by name, as views of the arrays."""
-        return self.levels[level].views(self.arrays)
+        weights, whole = self.levels[level].weights, shapes_of(self.arrays)
+        shapes = {
+            name: jax.ShapeDtypeStruct(each.shape, whole[each.stored].dtype) for name, each in weights.items()
+        }
+        return Arrays(shapes, lambda name: self.arrays[weights[name].stored][: weights[name].shape[0]])
 
 
 def only_level(subject: Subject, level: int) -> Subject:
     """A level as a standalone model, with arrays cut to its units; the whole model unchanged."""
     if level == FULL_LEVEL:
         return dataclasses.replace(subject, levels={FULL_LEVEL: subject.levels[FULL_LEVEL]})
-    entry = subject.levels[level]
-    arrays = {name: np.ascontiguousarray(each) for name, each in subject.weights(level).items()}
-    weights = {name: Argument(stored=name, shape=each.shape) for name, each in arrays.items()}
+    entry, arrays = subject.levels[level], subject.weights(level)
+    weights = {name: Argument(stored=name, shape=each.shape) for name, each in shapes_of(arrays).items()}
     return dataclasses.replace(
         subject,
         name=f"{subject.name} at level {level}",
@@ -154,7 +185,9 @@ def read_subject(
             f"{path} is a folder; make a bundle of it with `jaxllm prepare` and export that"
         )
     dtype = np.dtype(np.float32) if dtype is None else dtype
-    with without_native_kernels(), Bundle.open(path) as bundle:
+    # Stays open: its weights are read later.
+    bundle = Bundle.open(path)
+    with without_native_kernels():
         require_feature(bundle.cfg, "programs")
         if bundle.layout.weights not in PORTABLE_WEIGHTS:
             raise ConfigError(
@@ -165,32 +198,37 @@ def read_subject(
             FULL_LEVEL: bundle.cfg,
             **{each: require_level(bundle, each) for each in levels if each != FULL_LEVEL},
         }
-        params, model = bundle.load(), bundle.fingerprint
+        change, scaling, model = {}, 1.0, bundle.fingerprint
         if adapter is not None:
             lora, change = read_adapter_of(bundle, adapter)
-            params = merge(params, change, lora.scaling)
-            model = hashlib.sha256(f"{model} {adapter_digest(change, lora.scaling)}".encode()).hexdigest()
-        arrays = {
-            name: np.asarray(dequantize(weight, jnp.float32)).astype(dtype) for name, weight in params.items()
-        }
+            scaling = lora.scaling
+            model = hashlib.sha256(f"{model} {adapter_digest(change, scaling)}".encode()).hexdigest()
+
+        specs, sides = param_specs(bundle.cfg), dict[str, np.ndarray]()
+
+        def read(name: str) -> np.ndarray:
+            if name in sides:
+                return sides[name]
+            own = {side: array for side, array in change.items() if side.rpartition(".")[0] == name}
+            found, at = np.empty(specs[name].shape, dtype), 0
+            with without_native_kernels():
+                for weight in bundle.weight_parts(name, whole=bool(own)):
+                    part = np.asarray(_floats(merge({name: weight}, own, scaling)[name])).reshape(-1)
+                    found.reshape(-1)[at : at + part.size] = part
+                    at += part.size
+            return found
+
         entries = {}
         for level, cfg in cfgs.items():
-            entry = {
-                name: Argument(
-                    stored=name, shape=param_specs(cfg)[name].shape if cfg.layer_units else array.shape
-                )
-                for name, array in arrays.items()
-                if name in params
-            }
+            own = param_specs(cfg if cfg.layer_units else bundle.cfg)
+            entry = {name: Argument(stored=name, shape=spec.shape) for name, spec in own.items()}
             recovery = None if level == FULL_LEVEL else read_recovery(bundle, level)
             if recovery is not None:
-                sides = _sides(recovery, dtype)
-                arrays |= {f"level_{level}.{name}": side for name, side in sides.items()}
-                entry |= {
-                    name: Argument(stored=f"level_{level}.{name}", shape=side.shape)
-                    for name, side in sides.items()
-                }
+                for name, side in _sides(recovery, dtype).items():
+                    sides[f"level_{level}.{name}"] = side
+                    entry[name] = Argument(stored=f"level_{level}.{name}", shape=side.shape)
             entries[level] = ProgramLevel(cfg=cfg, weights=entry)
+        shapes = {name: jax.ShapeDtypeStruct(spec.shape, dtype) for name, spec in specs.items()}
         calibration, tiny = read_prefill(bundle), read_tiny_lm(bundle)
         # Copies, which outlive the open bundle.
         if calibration is not None:
@@ -206,7 +244,7 @@ def read_subject(
         return Subject(
             name=bundle.layout.name,
             model=model,
-            arrays=arrays,
+            arrays=Arrays(shapes | shapes_of(sides), read),
             levels=entries,
             tokenizer=bundle.tokenizer_files(),
             calibration=calibration,
@@ -214,6 +252,12 @@ def read_subject(
             tiny_lm=tiny,
             adapters=None if inputs is None else read_adapters(bundle, cfgs, inputs),
         )
+
+
+@jax.jit
+def _floats(weight: Weight) -> jax.Array:
+    """A weight in float32, without intermediate results of its size."""
+    return dequantize(weight, jnp.float32)
 
 
 def _sides(recovery: Recovery, dtype: np.dtype) -> dict[str, np.ndarray]:

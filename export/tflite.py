@@ -12,7 +12,8 @@ stores these matrices by output, so that a level's part is no prefix.
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Callable, Container, Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,15 @@ import numpy as np
 
 from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
-from jaxllm.export.blocks import Blocks, in_blocks
 from jaxllm.export.contents import require_family, require_format
-from jaxllm.export.converter import Sharing, convert, share_buffers, traced
+from jaxllm.export.converter import Sharing, convert, traced, write_model
 from jaxllm.export.folder import finish, new_folder
 from jaxllm.export.folder_format.manifest import Manifest, Precision
-from jaxllm.export.folder_format.parts import Argument, ProgramLevel, StageFacts
-from jaxllm.export.folder_format.signature import Signature
-from jaxllm.export.programs.litert import LiteRtExecutor
+from jaxllm.export.folder_format.parts import LEFT, RIGHT, Argument, ProgramLevel, StageFacts
+from jaxllm.export.folder_format.signature import CODED_KINDS, Signature
+from jaxllm.export.placed import PlacedMatrices, described_weights
+from jaxllm.export.programs.litert import LiteRtExecutor, PackedFolder
 from jaxllm.export.quantized import (
-    LEVELS,
-    SCALE,
     Ranges,
     StaticProduct,
     annotated,
@@ -41,8 +40,8 @@ from jaxllm.export.quantized import (
     with_shadow,
 )
 from jaxllm.export.signatures import ExportPlan, step_shapes, step_weights, subject_step, tiny_signatures
-from jaxllm.export.stages import stage_facts, stage_models
-from jaxllm.export.steps.exported import ParamsOf, with_adapters
+from jaxllm.export.stages import stage_facts, write_stages
+from jaxllm.export.steps.exported import ParamsOf
 from jaxllm.export.subject import Subject
 from jaxllm.export.verification import run_of_model, verify, write_golden
 from jaxllm.models.features import require_feature
@@ -91,11 +90,16 @@ def export_tflite(
         raise ConfigError("stages for two processors are of w8a8 models; give --precision w8a8")
     facts = stage_facts(subject, plan) if plan.stages else None
     with new_folder(out) as folder:
-        models, sharing = tflite_models(
-            subject, plan, signatures, precision=precision, ranges=ranges, stages=facts, progress=progress
+        sharing = write_tflite(
+            folder,
+            subject,
+            plan,
+            signatures,
+            precision=precision,
+            ranges=ranges,
+            stages=facts,
+            progress=progress,
         )
-        for name, model in models.items():
-            (folder / name).write_bytes(model)
         if beside is not None:
             beside(folder)
         manifest = finish(
@@ -109,11 +113,15 @@ def export_tflite(
             made_with={name: importlib.metadata.version(name) for name in _PACKAGES},
             stages=facts,
         )
-        manifest = write_golden(folder, LiteRtExecutor(manifest, folder, stores=False), subject)
+        # Packed weights in a file: the system writes what it has no room for.
+        with tempfile.TemporaryDirectory(dir=out.absolute().parent) as packed:
+            store = PackedFolder(Path(packed) / "packed", limit_bytes=1 << 62)
+            manifest = write_golden(folder, LiteRtExecutor(manifest, folder, packed=store), subject)
     return manifest, sharing
 
 
-def tflite_models(
+def write_tflite(
+    folder: Path,
     subject: Subject,
     plan: ExportPlan,
     signatures: list[Signature],
@@ -122,9 +130,9 @@ def tflite_models(
     ranges: Mapping[int, Mapping[str, Ranges]] | None = None,
     stages: StageFacts | None = None,
     progress: Progress | None = None,
-) -> tuple[dict[str, bytes], Sharing]:
-    """The model of all signatures and those of any `stages`, by file name, and the bytes of the former's
-    weights (see `export_tflite`), each compared with its step; `plan` is resolved."""
+) -> Sharing:
+    """Writes the model of all signatures and those of any `stages` into a folder (see `export_tflite`);
+    returns the bytes of the former's weights. Each is compared with its step; `plan` is resolved."""
     require_feature(subject.cfg, "tflite")
     if precision not in PRECISIONS:
         raise ConfigError(f"a tflite model is {', '.join(PRECISIONS)}, not {precision}; choose one")
@@ -132,18 +140,12 @@ def tflite_models(
     if (precision == "w8a8") != bool(ranges):
         raise ConfigError("w8a8, and it alone, takes a text to calibrate on; give --calibration-text FILE")
     left_out(subject, precision, without_shadow=plan.without_shadow)
-    exported = subject
+    exported = stored = subject
     scales: dict[str, np.ndarray] = {}
-    blocks: dict[str, Blocks] = {}
     if precision == "w8a8":
-        subject = subject.without_calibration() if plan.without_shadow else with_shadow(subject)
-    if precision == "int4":
-        subject, blocks = in_blocks(subject)
-    if precision != "f32":
-        subject, scales = quantized_subject(subject, blocks)
-    whole = {
-        level: with_whole_outputs(subject, level, int8_embedding=bool(scales)) for level in subject.levels
-    }
+        stored = subject.without_calibration() if plan.without_shadow else with_shadow(subject)
+        subject, scales = quantized_subject(stored)
+    whole = {level: with_whole_outputs(subject, level) for level in subject.levels}
     subject = dataclasses.replace(subject, levels=whole)
     # By level, the subject with the arrays of static products, and these.
     static = {level: static_level(subject, level, scales, each) for level, each in (ranges or {}).items()}
@@ -152,28 +154,25 @@ def tflite_models(
         of, products = subject, {}
         if signature.level in static and signature.kind in plan.static_kinds:
             of, products = static[signature.level]
-        # Adapters are stored under names of their level.
-        weights = of.levels[signature.level].weights.items()
-        own = {name: scales[each.stored] for name, each in weights if each.stored in scales}
-        step = subject_step(signature, of, _FLOAT, loops=False, params_of=_params_of(own, products, blocks))
+        params_of = _params_of(scales, products, floats=precision == "f32")
+        step = subject_step(signature, of, _FLOAT, loops=False, params_of=params_of)
         _, caches, inputs = step_shapes(signature, of, plan, _FLOAT)
-        made.append(traced(signature.name, step, step_weights(signature, of), caches, inputs))
+        weights = step_weights(signature, of)
+        if signature.kind not in (*CODED_KINDS, "tiny_lm"):
+            weights = described_weights(of, signature.level, scales)
+        made.append(traced(signature.name, step, weights, caches, inputs))
         if progress is not None:
             progress("export", done + 1, len(signatures))
-    # The converter turns them into float32.
-    halves = [each for each in subject.arrays.values() if each.dtype == np.float16]
-    model, sharing = share_buffers(convert(made), halves, blocks)
-    with run_of_model(model) as run:
-        verify(run, signatures, exported, plan, precision, progress)
-    models = {FILE: model}
+    sharing = write_model(folder / FILE, convert(made), PlacedMatrices(stored, precision))
+    with run_of_model(folder / FILE) as run:
+        verify(run, signatures, exported, plan, precision, progress, loops=False)
     if stages is not None:
-        models |= stage_models(*static[FULL_LEVEL], stages, scales, cache_tokens=plan.context_tokens)
-    return models, sharing
+        write_stages(folder, *static[FULL_LEVEL], stages, scales, stored, cache_tokens=plan.context_tokens)
+    return sharing
 
 
-def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) -> ProgramLevel:
-    """Returns a level whose matrices that contract units are the whole model's; with the embedding's int8
-    levels, if any."""
+def with_whole_outputs(subject: Subject, level: int) -> ProgramLevel:
+    """Returns a level whose matrices that contract units are the whole model's."""
     entry = subject.levels[level]
     specs = param_specs(subject.cfg)
     weights = {
@@ -182,26 +181,26 @@ def with_whole_outputs(subject: Subject, level: int, *, int8_embedding: bool) ->
         else each
         for name, each in entry.weights.items()
     }
-    if int8_embedding:
-        for part in (f"embed.tokens{LEVELS}", f"embed.tokens{SCALE}"):
-            weights[part] = Argument(stored=part, shape=subject.arrays[part].shape)
     return ProgramLevel(cfg=entry.cfg, weights=weights)
 
 
 def _params_of(
-    scales: Mapping[str, np.ndarray], products: Mapping[str, StaticProduct], blocks: Container[str]
+    scales: Mapping[str, np.ndarray], products: Mapping[str, StaticProduct], *, floats: bool
 ) -> ParamsOf:
     static = {name: functools.partial(each.of, name) for name, each in products.items()}
 
     def params(weights: Mapping[str, Weight], cfg: ModelConfig) -> Params:
         whole: dict[str, Any] = dict(weights)
         for name, spec in param_specs(cfg).items():
+            if spec.role == "vector":
+                continue
+            sides = [f"{name}{side}" for side in (LEFT, RIGHT) if f"{name}{side}" in weights]
+            for each in () if floats else sides:
+                whole[each] = OwnProduct(whole[each].reshape(len(whole[each]), -1), sequence_product)
+            if not floats and name not in scales:
+                whole[name] = OwnProduct(whole[name], sequence_product)
             if spec.role == "from_units" and weights[name].shape != spec.shape:
-                whole[name] = Prefix(weights[name], spec.shape[0])
-            if name in blocks:
-                own = OwnProduct(weights[name], sequence_product)
-                part = whole[name]
-                whole[name] = dataclasses.replace(part, base=own) if isinstance(part, Prefix) else own
-        return annotated(whole, cfg, scales=scales, static=static) if scales else with_adapters(whole, cfg)
+                whole[name] = Prefix(whole[name], spec.shape[0])
+        return annotated(whole, cfg, scales=scales, static=static)
 
     return params

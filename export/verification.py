@@ -1,6 +1,7 @@
 """Compares the programs of a new folder, as their runtime runs them, with the steps they were made of."""
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from ml_dtypes import bfloat16
 
 from jaxllm.config import FULL_LEVEL
 from jaxllm.errors import ProgramError
+from jaxllm.export.by_layer import run_by_layer
 from jaxllm.export.folder_format.manifest import TINY_WEIGHTS, WEIGHTS, Manifest, Precision
 from jaxllm.export.folder_format.signature import (
     CHUNK_TOKENS,
@@ -31,10 +33,11 @@ from jaxllm.export.folder_format.signature import (
 from jaxllm.export.folder_format.weights import read_weights
 from jaxllm.export.programs.executor import Executor
 from jaxllm.export.programs.golden import with_golden
-from jaxllm.export.programs.litert_library import IN_MEMORY, Library, OpenPrograms, captured_messages
+from jaxllm.export.programs.litert_library import Library, OpenPrograms, captured_messages
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.export.signatures import MASKED_KINDS, ExportPlan, step_weights, subject_step
-from jaxllm.export.subject import Subject
+from jaxllm.export.steps.exported import Step
+from jaxllm.export.subject import Arrays, Subject
 from jaxllm.kernels.native import without_native_kernels
 from jaxllm.sampling_state import NO_TOKEN, Sampling, sampler_state
 from jaxllm.serving.engine.engine import Engine
@@ -59,8 +62,10 @@ def verify(
     plan: ExportPlan,
     precision: Precision,
     progress: Progress | None = None,
+    loops: bool = True,
 ) -> None:
-    """Runs every program once, and its step of the subject's weights on the same inputs.
+    """Runs every program once, and its step of the subject's weights on the same inputs, with the weights of
+    one layer in memory at a time.
 
     Args:
       run: runs programs.
@@ -69,6 +74,7 @@ def verify(
       plan: the resolved plan of the export.
       precision: precision of the programs.
       progress: callback for ("verify", programs done, number of programs).
+      loops: whether a step of several tokens may be a loop, which needs all weights at once.
 
     Raises:
       ProgramError: the results differ, or a program does not run.
@@ -88,14 +94,12 @@ def verify(
             caches = {name: np.zeros_like(each) for name, each in caches.items()}
         if plan.masked and signature.kind in MASKED_KINDS:
             inputs[MASK] = (np.arange(room) <= inputs[POSITIONS][:, None])[None, None]
-        weights, step = dict(step_weights(signature, subject)), subject_step(signature, subject, dtype)
+        # Of random tokens each layer multiplies what the one before lost.
+        first = {KEYS.format(0), VALUES.format(0)} if precision in ("int4", "w8a8") else set[str]()
+        step = functools.partial(_only, first, subject_step(signature, subject, dtype, loops=loops))
         with without_native_kernels():
-            wanted = jax.jit(step)(weights, caches, inputs)
+            wanted = run_by_layer(step, step_weights(signature, subject), caches, inputs)
         found = run(signature, caches, inputs)
-        first = {KEYS.format(0), VALUES.format(0)}
-        if precision in ("int4", "w8a8") and first <= wanted.keys():
-            # Of random tokens each layer multiplies what the one before lost.
-            wanted = {name: wanted[name] for name in first}
         for output, each in wanted.items():
             this, that = (np.asarray(array, np.float32) for array in (found[output], each))
             change = that - np.asarray(caches[output], np.float32) if output in caches else that
@@ -108,6 +112,12 @@ def verify(
                 )
         if progress is not None:
             progress("verify", done + 1, len(signatures))
+
+
+def _only(names: set[str], step: Step, weights: Any, caches: Any, inputs: Any) -> dict[str, jax.Array]:
+    """The results of a step that have these names, if it has them all and there are any."""
+    found = step(weights, caches, inputs)
+    return {name: found[name] for name in names} if names and names <= found.keys() else found
 
 
 def run_of_folder(folder: Path, subject: Subject) -> Run:
@@ -127,16 +137,15 @@ def run_of_folder(folder: Path, subject: Subject) -> Run:
 
 
 @contextlib.contextmanager
-def run_of_model(model: bytes) -> Iterator[Run]:
-    """Runs the signatures of a `.tflite` model by LiteRT.
+def run_of_model(path: Path) -> Iterator[Run]:
+    """Runs the signatures of a `.tflite` model by LiteRT, over weights that it packs in a file beside it.
 
     Raises:
       ProgramError: LiteRT refuses the model.
     """
-    with tempfile.TemporaryFile() as file, captured_messages():
-        file.write(model)
-        file.flush()
-        opened = OpenPrograms(Library("cpu"), file.fileno(), None, threads=usable_cores(), packed=IN_MEMORY)
+    with tempfile.TemporaryDirectory(dir=path.parent) as place, path.open("rb") as file, captured_messages():
+        packed = f"{place}/packed"
+        opened = OpenPrograms(Library("cpu"), file.fileno(), None, threads=usable_cores(), packed=packed)
 
         def run(signature: Signature, caches: Any, inputs: Any) -> Mapping[str, Any]:
             name, arrays = signature.name, {**caches, **inputs}
@@ -147,7 +156,7 @@ def run_of_model(model: bytes) -> Iterator[Run]:
                 each: opened.buffer(name, each, output=True) for each in opened.arrays(name, output=True)
             }
             opened.run(name, given, results)
-            return {each: buffer.read() for each, buffer in results.items()}
+            return Arrays(results, lambda name: results[name].read())
 
         yield run
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -29,6 +29,8 @@ from jaxllm.bundle.layout import (
     check_header,
     low_segment,
     part_segment,
+    rows_alone,
+    rows_at,
 )
 from jaxllm.config import ModelConfig
 from jaxllm.errors import BundleError, CheckpointError, ConfigError
@@ -37,6 +39,7 @@ from jaxllm.kernels import native
 from jaxllm.models.parameters import expert_parameter, param_specs
 from jaxllm.quant import Bfloat16Bits, BlockedArray, PerExpert, Weight, by_form, from_blocks
 from jaxllm.quant.parts import stack_entries
+from jaxllm.quant.weights import part_rows
 from jaxllm.text.tokenizer import TokenizerFiles
 
 Progress = Callable[[str, int], None]
@@ -175,6 +178,29 @@ class Bundle:
         tensors = self.layout.tensors.values()
         chosen = [each for each in tensors if experts or ".experts." not in each.segment]
         return list(dict.fromkeys(segment for tensor in chosen for segment in tensor.segments))
+
+    def weight_parts(self, name: str, *, whole: bool = False) -> Iterator[Weight]:
+        """One parameter as `load` gives it: an embedding or a head as consecutive parts of its rows unless
+        `whole`, others in one part. A part is only valid until the next one, and its pages are given back.
+
+        Raises:
+          BundleError: a segment's checksum is wrong.
+        """
+        segments = {part for each in self._stored_names(name) for part in self.layout.tensors[each].segments}
+        shape = self.layout.specs[name].shape if name in self.layout.specs else ()
+        try:
+            for segment in sorted(segments):
+                self.verify_segment(segment)
+            if whole or name not in ("embed.tokens", "head"):
+                yield jax.tree.map(_put, self._weight(name))
+                return
+            tensor = self.layout.tensors[name]
+            for first, end in part_rows(*shape):
+                extents = rows_at(tensor, first, end - first)
+                yield self.place(rows_alone(tensor, extents), (end - first, *shape[1:]), self._view)
+        finally:
+            for segment in segments:
+                self.release_segment(segment)
 
     def unchecked(self, *, stacked: bool = False) -> dict[str, Weight]:
         """`load` without checksums: if weights are used in place, nothing is read.

@@ -29,8 +29,12 @@ _CALIBRATION_CHARACTERS = 1 << 20
 
 @click.command("export")
 @model_argument("bundle")
-@path_option(
-    "-o", "--output", required=True, metavar="PATH", help="The folder, LiteRT-LM file or GGUF file to write."
+@path_option("-o", "--output", metavar="PATH", help="The folder, LiteRT-LM file or GGUF file to write.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="For tflite, device and litertlm at f32, int8 and int4, print programs, files, bytes and memory of "
+    "the export, and write nothing. Reads no weights: of a Hugging Face folder only config.json.",
 )
 @click.option(
     "--format",
@@ -168,7 +172,8 @@ _CALIBRATION_CHARACTERS = 1 << 20
 )
 def export_command(
     bundle: Path,
-    output: Path,
+    output: Path | None,
+    dry_run: bool,
     kind: str,
     precision: str,
     calibration_text: Path | None,
@@ -192,7 +197,15 @@ def export_command(
       jaxllm export model.jaxllm --output device --format device --level 50
       jaxllm export model.jaxllm --output half.gguf --format gguf --precision f16 --level 50
       jaxllm export runs/mine --output runs/mine/hf --format hf
+      jaxllm export model.jaxllm --format device --precision int4 --dry-run
     """
+    if dry_run and (kind not in ("tflite", "device", "litertlm") or precision == "w8a8"):
+        raise click.UsageError(
+            "--dry-run goes with --format tflite, device and litertlm at f32, int8 and int4"
+        )
+    if output is None and not dry_run:
+        raise click.UsageError("give --output PATH, or --dry-run")
+    output = output or Path()
     if kind != "stablehlo" and platforms:
         raise click.UsageError("--platform goes with --format stablehlo")
     if (precision == "w8a8") != (calibration_text is not None):
@@ -220,6 +233,7 @@ def export_command(
     from jaxllm.export.stablehlo import DTYPES, export_stablehlo
     from jaxllm.export.subject import AdapterOptions, read_subject
     from jaxllm.serving.ground.bundles import open_model
+    from jaxllm.serving.host.allocator import give_back_large_blocks
 
     for name in ("chunk_tokens", "verify_tokens", "levels", "cache_tokens"):
         shapes[name] = tuple(sorted(set(shapes[name])))
@@ -231,6 +245,15 @@ def export_command(
     inputs = AdapterOptions(given=named, rank=rank) if named or rank else None
     plan = ExportPlan(**{**shapes, "cache_tokens": caches, "codec": shapes["codec"] or ""})
     require_contents(kind, plan, levels=len(plan.levels), adapters=inputs is not None)
+    if dry_run:
+        from jaxllm.export.forecast import forecast, subject_of_config
+
+        if bundle.is_dir():
+            subject = subject_of_config(bundle, plan.levels)
+        else:
+            subject = read_subject(bundle, levels=plan.levels, adapter=adapter, inputs=inputs)
+        click.echo("\n".join(forecast(subject, plan, kind=kind, precision=precision)))  # pyright: ignore
+        return
     # Fail before anything is read, also for extras that are not imported yet.
     require_format(kind)
     publisher = None if sign is None else read_private_key(sign)
@@ -244,6 +267,8 @@ def export_command(
     require_family(kind, precision, subject.cfg, levels=len(subject.levels) > 1)
     # Check this before a text is read.
     without = quantized.left_out(subject, precision, without_shadow=plan.without_shadow)  # pyright: ignore
+    # Layers are read one after the other.
+    give_back_large_blocks()
     with progress_bars() as progress:
         if kind == "stablehlo":
             manifest = export_stablehlo(
