@@ -12,7 +12,7 @@ kernels do.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,7 @@ _SPAN, _TOP = 256, 127
 _CODED_TOKENS = 128
 # Programs with a mask as input if a plan says so.
 MASKED_KINDS: tuple[Kind, ...] = ("prefill", "decode")
+CacheWidth = Literal["f32", "f16"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,6 +82,7 @@ class ExportPlan:
       stages: whether the stages of prefill are programs of their own, too, for two processors (see
         `jaxllm.export.stages`).
       codec: name of the codec whose programs encode and load chunks of contexts; empty for none.
+      cache: dtype of keys and values in caches, as activations ("f32") or "f16".
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
       release: see `jaxllm.export.folder_format.manifest.Manifest`.
     """
@@ -98,6 +100,7 @@ class ExportPlan:
     npu: bool = False
     stages: bool = False
     codec: str = ""
+    cache: CacheWidth = "f32"
     release: int = option(0, low=0)
 
     def __post_init__(self) -> None:
@@ -135,6 +138,10 @@ class ExportPlan:
         sources: tuple[int, ...] = ()
         if self.codec:
             require_decoder_alone(cfg, "contexts of programs", "leave --codec out")
+        if self.cache != "f32":
+            require_decoder_alone(cfg, "narrow caches", "leave --cache out")
+        if self.cache != "f32" and (self.stages or self.npu):
+            raise ConfigError(f"stages and models of an NPU have f32 caches, not {self.cache}; leave --cache out")
         if cfg.encoder is not None:
             longest = min(cfg.encoder.window_tokens, context)
             sources = (*(each for each in chunks if each < longest), longest)
@@ -172,13 +179,18 @@ class ExportPlan:
         more = self.chunk_tokens[-1] if self.masked else 0
         return (signature.cache_tokens or self.context_tokens) + more
 
-    def interface(self, signature: Signature, subject: Subject, cache_dtype: np.dtype) -> Interface:
-        """The arrays of a signature's program besides its weights; `self` is resolved."""
+    def cache_dtype(self, activations: np.dtype) -> np.dtype:
+        """The dtype of caches of programs with activations of a dtype."""
+        return activations if self.cache == "f32" else np.dtype(np.float16)
+
+    def interface(self, signature: Signature, subject: Subject, dtype: np.dtype) -> Interface:
+        """The arrays of a signature's program besides its weights, for activations of a dtype; `self` is
+        resolved."""
         return interface_of(
             signature,
             subject.levels[signature.level].cfg,
             self.room(signature),
-            cache_dtype,
+            self.cache_dtype(dtype),
             source_tokens=max(self.encode_tokens, default=0),
             adapter_size=0 if subject.adapters is None else subject.adapters.inputs.size(signature.level),
             tiny_lm=None if subject.tiny_lm is None else tiny_facts(subject.tiny_lm),
@@ -186,10 +198,10 @@ class ExportPlan:
 
 
 def step_shapes(
-    signature: Signature, subject: Subject, plan: ExportPlan, cache_dtype: np.dtype
+    signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dtype
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The shapes of a step's weights, caches and inputs, by name."""
-    arrays, interface = step_weights(signature, subject), plan.interface(signature, subject, cache_dtype)
+    arrays, interface = step_weights(signature, subject), plan.interface(signature, subject, dtype)
     inputs = interface.inputs
     if plan.masked and signature.kind in MASKED_KINDS:
         inputs = {**inputs, MASK: ((1, 1, signature.tokens, plan.room(signature)), np.dtype(np.bool_))}

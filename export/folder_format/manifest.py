@@ -105,7 +105,7 @@ def write_tokenizer(path: Path, files: TokenizerFiles) -> None:
 # "live" programs are in no folder: a process traces them itself.
 ProgramFormat = Literal["stablehlo", "tflite", "live"]
 Precision = Literal["f32", "bf16", "int8", "int4", "w8a8"]
-CacheDtype = Literal["float32", "bfloat16"]
+CacheDtype = Literal["float32", "bfloat16", "float16"]
 Found = TypeVar("Found")
 
 MANIFEST = "program.json"

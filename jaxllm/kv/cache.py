@@ -57,6 +57,8 @@ class TokenPositions:
         attends to it before other tokens replace it.
       apart: whether keys and values of the new tokens take the cache's place in the results, and are not
         written; the mask then is of the cache's rows, followed by the new tokens.
+      narrow: whether products of few queries with keys and values are computed in the cache's dtype, for
+        runtimes that widen a cache slowly.
     """
 
     positions: jax.Array
@@ -66,6 +68,7 @@ class TokenPositions:
     mask: jax.Array | None = None
     roomy: bool = dataclasses.field(metadata={"static": True}, default=False)
     apart: bool = dataclasses.field(metadata={"static": True}, default=False)
+    narrow: bool = dataclasses.field(metadata={"static": True}, default=False)
 
     @classmethod
     def after(cls, length: jax.Array, count: int, valid: jax.Array) -> "TokenPositions":
@@ -187,12 +190,14 @@ def write_rows(
     axes.check(jnp.floating, "B K T H", new=new)
     axes.check(jnp.int32, "", start=start, valid=valid)
     capacity, length = rows.shape[-2], new.shape[2]
-    new = new.astype(rows.dtype)
+    # Few runtimes select between float16 numbers.
+    new = new.astype(jnp.float32 if rows.dtype == jnp.float16 else rows.dtype)
     zero = np.int32(0)
     # Exported programs would add the axis's length to a negative start.
     update = functools.partial(jax.lax.dynamic_update_slice, allow_negative_indices=False)
 
     def put(block: jax.Array, at: jax.Array) -> jax.Array:
+        block = block.astype(rows.dtype)
         if slot is None:
             return update(rows, block, (zero, zero, at, zero))
         return update(rows, block[None], (slot, zero, zero, at, zero))
@@ -213,7 +218,7 @@ def write_rows(
     shifted = jax.lax.dynamic_slice_in_dim(padded, length - shift, length, axis=2)
     index = jnp.arange(length, dtype=jnp.int32) - shift
     fresh = ((index >= 0) & (index < valid)).reshape(1, 1, length, 1)
-    return put(jnp.where(fresh, shifted, old), block_start)
+    return put(jnp.where(fresh, shifted, old.astype(new.dtype)), block_start)
 
 
 # The key-value cache of one batch of sequences, and functions that write into it.

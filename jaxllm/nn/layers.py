@@ -240,8 +240,9 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, options: "AttentionOpt
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
     """Products of queries and keys `[B, K, G·T, S]` float32."""
-    keys = k.astype(q.dtype)
-    return jnp.einsum("bkrh,bksh->bkrs", _by_head(q), keys, preferred_element_type=jnp.float32)
+    wide = None if q.dtype == jnp.float16 else jnp.float32
+    scores = jnp.einsum("bkrh,bksh->bkrs", _by_head(q), k.astype(q.dtype), preferred_element_type=wide)
+    return scores.astype(jnp.float32)
 
 
 def _masked(scores: jax.Array, q: jax.Array, mask: jax.Array, options: "AttentionOptions") -> jax.Array:
@@ -344,7 +345,7 @@ def cached_attention(
       Outputs `[B, T, K, G, H]` in q's dtype (undefined for padding), the updated keys and values, and the
       updated mass.
     """
-    (q, k, v, _), window = new, options.window
+    (q, k, v, _), window, dtype = new, options.window, new.q.dtype
     if not q.size:
         return q, past, mass
 
@@ -395,6 +396,10 @@ def cached_attention(
             visible = _behind_chunks(at, coded, front[0].shape[2], mask.shape[1], window)
         if options.bias is not None:
             visible = _biased(options.bias, at, visible)
+        if at.narrow and q.shape[1] * q.shape[3] < q.shape[4]:
+            # There are fewer scores to widen than numbers in the cache. Scaled before, they stay in range.
+            q, own = (q * np.float32(options.scale)).astype(keys.dtype), dataclasses.replace(options, scale=1.0)
+            return _weighted(values, _weights(q, keys, visible, own), q).astype(dtype), past, mass
         if branches:
             return over_used_prefix(attention_by(options), q, keys, values, visible, at.used_rows), past, mass
         weights = _weights(q, keys, visible, options)
