@@ -55,7 +55,7 @@ _TFLITE = Contents(
     blocks=True,
     verified="lines",
     stages=True,
-    caches=("f16",),
+    caches=("f16", "int8"),
     precisions=("f32", "int8", "int4", "w8a8"),
 )
 CONTENTS = {
@@ -78,7 +78,7 @@ CONTENTS = {
         tiny_lm=False,
         adapters=False,
         codecs=False,
-        caches=("f16",),
+        caches=("f16", "int8"),
         precisions=_TFLITE.precisions,
         modules=(*_TFLITE.modules, "litert_lm_builder", "litert_lm"),
     ),

@@ -59,7 +59,9 @@ _SPAN, _TOP = 256, 127
 _CODED_TOKENS = 128
 # Programs with a mask as input if a plan says so.
 MASKED_KINDS: tuple[Kind, ...] = ("prefill", "decode")
-CacheWidth = Literal["f32", "f16"]
+# Widths of keys and values in caches, "f32" for that of activations.
+CACHES: Mapping[str, np.dtype] = {"f16": np.dtype(np.float16), "int8": np.dtype(np.int8)}
+CacheWidth = Literal["f32", "f16", "int8"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,7 @@ class ExportPlan:
       stages: whether the stages of prefill are programs of their own, too, for two processors (see
         `jaxllm.export.stages`).
       codec: name of the codec whose programs encode and load chunks of contexts; empty for none.
-      cache: dtype of keys and values in caches, as activations ("f32") or "f16".
+      cache: width of keys and values in caches.
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
       release: see `jaxllm.export.folder_format.manifest.Manifest`.
     """
@@ -140,8 +142,11 @@ class ExportPlan:
             require_decoder_alone(cfg, "contexts of programs", "leave --codec out")
         if self.cache != "f32":
             require_decoder_alone(cfg, "narrow caches", "leave --cache out")
-        if self.cache != "f32" and (self.stages or self.npu):
-            raise ConfigError(f"stages and models of an NPU have f32 caches, not {self.cache}; leave --cache out")
+        if self.cache != "f32" and (self.stages or self.npu or (self.codec and self.cache == "int8")):
+            raise ConfigError(
+                f"stages, models of an NPU and, at int8, codecs read caches of f32, not {self.cache}; leave "
+                "--cache out"
+            )
         if cfg.encoder is not None:
             longest = min(cfg.encoder.window_tokens, context)
             sources = (*(each for each in chunks if each < longest), longest)
@@ -181,7 +186,7 @@ class ExportPlan:
 
     def cache_dtype(self, activations: np.dtype) -> np.dtype:
         """The dtype of caches of programs with activations of a dtype."""
-        return activations if self.cache == "f32" else np.dtype(np.float16)
+        return CACHES.get(self.cache, activations)
 
     def interface(self, signature: Signature, subject: Subject, dtype: np.dtype) -> Interface:
         """The arrays of a signature's program besides its weights, for activations of a dtype; `self` is

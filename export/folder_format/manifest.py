@@ -105,7 +105,8 @@ def write_tokenizer(path: Path, files: TokenizerFiles) -> None:
 # "live" programs are in no folder: a process traces them itself.
 ProgramFormat = Literal["stablehlo", "tflite", "live"]
 Precision = Literal["f32", "bf16", "int8", "int4", "w8a8"]
-CacheDtype = Literal["float32", "bfloat16", "float16"]
+CacheDtype = Literal["float32", "bfloat16", "float16", "int8"]
+_ITEM_BYTES: Mapping[CacheDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 Found = TypeVar("Found")
 
 MANIFEST = "program.json"
@@ -220,7 +221,7 @@ class Manifest:
         return self._bytes(self.source_shapes(level))
 
     def _bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        return (4 if self.cache_dtype == "float32" else 2) * sum(map(math.prod, shapes.values()))
+        return _ITEM_BYTES[self.cache_dtype] * sum(map(math.prod, shapes.values()))
 
     def cache_tokens(self, level: int) -> tuple[int, ...]:
         """Lengths of caches that a level has programs for, ascending."""
@@ -260,7 +261,7 @@ class Manifest:
 
     def cache_shapes(self, level: int, cache_tokens: int) -> dict[str, tuple[int, ...]]:
         """Shapes `[1, K, S, H]` of a level's caches by name."""
-        return cache_shapes(self.levels[level].cfg, cache_tokens)
+        return cache_shapes(self.levels[level].cfg, cache_tokens, np.dtype(self.cache_dtype))
 
     def _of(self, level: int, cache_tokens: int) -> list[Signature]:
         return [each for each in self.signatures if each.level == level and self.room(each) == cache_tokens]

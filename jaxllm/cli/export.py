@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("f32", "bf16", "f16", "int8", "int4", "w8a8")
 PLATFORMS = ("cpu", "cuda", "tpu")
-CACHES = ("f32", "f16")
+CACHES = ("f32", "f16", "int8")
 CODECS = ("channel", "token", "kivi", "rotated")
 CHUNK_TOKENS = (16, 64, 256)
 RUN_FILE = "recipe.json"
@@ -137,8 +137,8 @@ _CALIBRATION_CHARACTERS = 1 << 20
     type=click.Choice(CACHES),
     default="f32",
     show_default=True,
-    help="For tflite, device and litertlm, the width of keys and values in caches: as activations, or f16, half "
-    "the memory.",
+    help="For tflite, device and litertlm, the width of keys and values in caches: as activations, f16 for half "
+    "the memory, or int8 with a scale for each row of a head for less than a third.",
 )
 @click.option(
     "--level",

@@ -154,8 +154,8 @@ class TokenPositions:
         """
         axes = Axes("write")
         self.check(axes)
-        axes.check(jnp.floating, "B K S H" if slot is None else "* B K S H", rows=rows)
-        axes.check(jnp.floating, "B K T H", new=new)
+        axes.check(jnp.number, "B K S H" if slot is None else "* B K S H", rows=rows)
+        axes.check(jnp.number, "B K T H", new=new)
         if self.consecutive:
             start = self.positions[0] if before is None else self.positions[0] - before
             return write_rows(rows, new, start, None if self.roomy else self.valid, slot)
@@ -186,8 +186,8 @@ def write_rows(
     it must be valid and `start < S`. So are all rows if `valid` is None: `start + T <= S`.
     """
     axes = Axes("write_rows")
-    axes.check(jnp.floating, "B K S H" if slot is None else "* B K S H", rows=rows)
-    axes.check(jnp.floating, "B K T H", new=new)
+    axes.check(jnp.number, "B K S H" if slot is None else "* B K S H", rows=rows)
+    axes.check(jnp.number, "B K T H", new=new)
     axes.check(jnp.int32, "", start=start, valid=valid)
     capacity, length = rows.shape[-2], new.shape[2]
     # Few runtimes select between float16 numbers.
@@ -273,7 +273,8 @@ class Past:
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above at trace time."""
         lead = "" if self.slot is None else "* "
-        axes.check(jnp.floating, f"{lead}B K S H", keys=self.keys, values=self.values)
+        head = "W" if self.keys.dtype == jnp.int8 else "H"
+        axes.check(jnp.number, f"{lead}B K S {head}", keys=self.keys, values=self.values)
         axes.check(jnp.int32, "", slot=self.slot)
         if self.coded is not None:
             self.coded.check(axes)
@@ -379,8 +380,9 @@ class KVCache:
         lead = "" if self.places is None else "* "
         widths = {rows.shape[-1] for rows in self.keys}
         for stack, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            head = "H" if len(widths) == 1 else f"H{stack}"
-            axes.check(jnp.floating, f"{lead}B K{stack} S {head}", keys=keys, values=values)
+            # Rows at 8 bits are wider.
+            head = "H" if len(widths) == 1 and keys.dtype != jnp.int8 else f"H{stack}"
+            axes.check(jnp.number, f"{lead}B K{stack} S {head}", keys=keys, values=values)
         by_node = self.mass is not None and self.mass.ndim == 3
         axes.check(jnp.float32, "B * S" if by_node else "B S", mass=self.mass)
         axes.check(jnp.int32, "", length=self.length)

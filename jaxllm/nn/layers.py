@@ -16,6 +16,7 @@ from jaxllm.config import Activation, RopeConfig
 from jaxllm.kernels import native, native_attention
 from jaxllm.kernels.native import Operand, TableArray
 from jaxllm.kernels.native_call import UsedUnits, value
+from jaxllm.kv import byte_rows
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.kv.states import Source, SourceKV
 
@@ -225,6 +226,13 @@ def _attend_apart(
     return _weighted(past[1], weights[..., :rows], q) + _weighted(fresh[1], weights[..., rows:], q)
 
 
+def _attend_bytes(q: jax.Array, past: Past, mask: jax.Array, options: "AttentionOptions") -> jax.Array:
+    """Attention over a cache at 8 bits (see `jaxllm.kv.byte_rows`): rows are multiplied as levels."""
+    (keys, key_scales), (values, value_scales) = map(byte_rows.widened, past.own)
+    scores = _scores(q, keys) * key_scales
+    return _weighted(values, _masked(scores, q, mask, options).reshape(scores.shape) * value_scales, q)
+
+
 def _by_head(q: jax.Array) -> jax.Array:
     """Queries `[B, T, K, G, H]` of each kv head, `[B, K, G·T, H]`: they share its keys, so that there is one
     product for each."""
@@ -239,9 +247,11 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, options: "AttentionOpt
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Products of queries and keys `[B, K, G·T, S]` float32."""
-    wide = None if q.dtype == jnp.float16 else jnp.float32
-    scores = jnp.einsum("bkrh,bksh->bkrs", _by_head(q), k.astype(q.dtype), preferred_element_type=wide)
+    """Products of queries and keys `[B, K, G·T, S]` float32; what rows have behind the keys is ignored."""
+    wide, heads, more = None if q.dtype == jnp.float16 else jnp.float32, _by_head(q), k.shape[-1] - q.shape[-1]
+    if more:
+        heads = jnp.concatenate([heads, jnp.zeros((*heads.shape[:-1], more), q.dtype)], axis=-1)
+    scores = jnp.einsum("bkrh,bksh->bkrs", heads, k.astype(q.dtype), preferred_element_type=wide)
     return scores.astype(jnp.float32)
 
 
@@ -270,10 +280,11 @@ def _softmax(scores: jax.Array, sink_logits: jax.Array | None) -> jax.Array:
 
 
 def _weighted(v: jax.Array, weights: jax.Array, q: jax.Array) -> jax.Array:
-    """The sum of values `[B, K, S, H]` by attention weights, in the shape and dtype of the queries."""
+    """The sum of values `[B, K, S, H]` by attention weights, in the shape and dtype of the queries; what
+    rows have behind the values is ignored."""
     batch, new, kv_heads, group, width = q.shape
     weights = weights.astype(q.dtype).reshape(batch, kv_heads, group * new, -1)
-    out = jnp.einsum("bkrs,bksh->bkrh", weights, v.astype(q.dtype))
+    out = jnp.einsum("bkrs,bksh->bkrh", weights, v.astype(q.dtype))[..., :width]
     return out.reshape(batch, kv_heads * group, new, width).transpose(0, 2, 1, 3).reshape(q.shape)
 
 
@@ -387,6 +398,9 @@ def cached_attention(
         if at.apart:
             out = _attend_apart(q, past.own, fresh, mask, options)
             return out, dataclasses.replace(past, keys=fresh[0], values=fresh[1]), mass
+        if past.keys.dtype == jnp.int8:
+            # At once: runtimes start fewer operations.
+            fresh = jnp.split(byte_rows.rounded(jnp.concatenate(fresh, axis=1)), 2, axis=1)
         past = past.written(at, *fresh)
         keys, values = past.own
         coded, visible = past.coded, mask
@@ -396,6 +410,8 @@ def cached_attention(
             visible = _behind_chunks(at, coded, front[0].shape[2], mask.shape[1], window)
         if options.bias is not None:
             visible = _biased(options.bias, at, visible)
+        if keys.dtype == jnp.int8:
+            return _attend_bytes(q, past, visible, options), past, mass
         if at.narrow and q.shape[1] * q.shape[3] < q.shape[4]:
             # There are fewer scores to widen than numbers in the cache. Scaled before, they stay in range.
             q, own = (q * np.float32(options.scale)).astype(keys.dtype), dataclasses.replace(options, scale=1.0)

@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-DTYPES = {"int32": np.int32, "float32": np.float32, "float16": np.float16, "bool": np.bool_}
+DTYPES = {"int32": np.int32, "float32": np.float32, "float16": np.float16, "int8": np.int8, "bool": np.bool_}
 
 
 def ran(models, name, given):

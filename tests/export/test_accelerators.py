@@ -51,7 +51,7 @@ def test_the_gpu_runs_every_operation_and_answers_as_the_cpu(elastic, precision,
 
 
 @gpu
-@pytest.mark.parametrize("cache", ["f32", "f16"])
+@pytest.mark.parametrize("cache", ["f32", "f16", "int8"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_the_gpu_runs_packaged_decoders_whole(name, cache, tmp_path):
     plan = dataclasses.replace(MASKED, context_tokens=128, chunk_tokens=(32,), cache=cache)
