@@ -13,7 +13,6 @@ loop over programs needs, so that running them requires neither model code nor t
 
 import collections
 import dataclasses
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -48,8 +47,8 @@ from jaxllm.layer_configs import require
 from jaxllm.options import check_options, option
 from jaxllm.text.tokenizer import TokenizerFiles
 
-# Files of a standalone device folder: the modules of the loop, and its entry point.
-LOOP, MAIN = "loop.pyz", "__main__.py"
+# Files of a standalone device folder: the modules of the loop, and its entry point; and of a store of two.
+LOOP, MAIN, STORE = "loop.pyz", "__main__.py", "store.json"
 WEIGHTS, TOKENIZER = "weights.safetensors", "tokenizer.json"
 # The chat template for runtimes without Jinja (see `jaxllm.export.chat_pieces`).
 CHAT = "chat.json"
@@ -81,7 +80,12 @@ class StoredFile:
         Raises:
           OSError: the file cannot be read, or is no regular file.
         """
-        digest, sha256, size = xxhash.xxh3_128(), hashlib.sha256() if secure else None, 0
+        digest, sha256, size = xxhash.xxh3_128(), None, 0
+        if secure:
+            # Here, because a start needs none, and OpenSSL takes megabytes.
+            import hashlib
+
+            sha256 = hashlib.sha256()
         with open_regular(path) as file:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
