@@ -309,8 +309,8 @@ def _step(
         keys, values = layers(inputs, SOURCE_KEYS), layers(inputs, SOURCE_VALUES)
         source = SourceLayers(keys, values, inputs[SOURCE_TOKENS][0])
     keys, values = layers(caches, KEYS), layers(caches, VALUES)
-    # XNNPACK multiplies float16 numbers as fast, and nothing widens a cache as fast. Masks are for GPUs, whose
-    # products are of float32.
+    # XNNPACK multiplies float16 numbers as fast as others, but nothing widens them quickly. Masks are for
+    # GPUs, whose runtime only has products of float32.
     at = dataclasses.replace(at, narrow=keys[0].dtype == jnp.float16 and at.mask is None)
     cache = KVCache(keys=keys, values=values, length=at.positions[0], source=source)
     hidden, cache = forward_at(params, inputs[TOKENS], cache, at, cfg=cfg, dtype=options.dtype)

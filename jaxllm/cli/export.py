@@ -137,8 +137,8 @@ _CALIBRATION_CHARACTERS = 1 << 20
     type=click.Choice(CACHES),
     default="f32",
     show_default=True,
-    help="For tflite, device and litertlm, the width of keys and values in caches: as activations, f16 for half "
-    "the memory, or int8 with a scale for each row of a head for less than a third.",
+    help="For tflite, device and litertlm, the width of keys and values in caches: f32, f16 for half the "
+    "memory, or int8 with a scale for each row of a head, for about a third.",
 )
 @click.option(
     "--level",

@@ -87,7 +87,8 @@ def test_narrow_caches_and_their_conversations(library, narrow, tmp_path):
     for prompt in PROMPTS:
         found = library.answer(talk, prompt, max_tokens=12, ignore_end=1)
         assert found.ids == loop.generate(prompt, CONFIG).tokens
-    first, path = library.answer(talk, PROMPTS[2], max_tokens=6, ignore_end=1), str(tmp_path / "talk").encode()
+    first = library.answer(talk, PROMPTS[2], max_tokens=6, ignore_end=1)
+    path = str(tmp_path / "talk").encode()
     library.call("conversation_save", talk, path)
     library.free(talk)
     other = library.made("conversation_load", handle, path, after=(ctypes.byref(Int()),))

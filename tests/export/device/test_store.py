@@ -20,7 +20,7 @@ from jaxllm.errors import BudgetExceeded, ConfigError, ProgramError
 from jaxllm.export.device import store as store_module
 from jaxllm.export.device import update as update_module
 from jaxllm.export.device.store import ModelStore
-from jaxllm.export.folder_format.manifest import LOOP, MAIN, MANIFEST, TOKENIZER, Manifest
+from jaxllm.export.folder_format.manifest import LOOP, MAIN, MANIFEST, STORE, TOKENIZER, Manifest
 from jaxllm.export.folder_format.publisher import SIGNATURE, read_private_key, read_public_key, sign_folder
 from tests.export.device.conftest import updated, zipped
 
