@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxllm.errors import ConfigError, ProgramError, one_line
 from jaxllm.export.chat_pieces import chat_pieces
@@ -109,7 +108,7 @@ def finish(
         name=subject.name,
         model=subject.model,
         context_tokens=plan.context_tokens,
-        cache_dtype="bfloat16" if precision == "bf16" else plan.cache_dtype(np.dtype(np.float32)).name,
+        cache_dtype="bfloat16" if precision == "bf16" else plan.cache_name,
         levels=levels,
         signatures=tuple(signatures),
         files={path.name: StoredFile.of(path) for path in sorted(folder.iterdir())},

@@ -23,6 +23,7 @@ from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.contexts.codecs import find_codec
 from jaxllm.elastic.compression import row_lengths
 from jaxllm.errors import ConfigError
+from jaxllm.export.folder_format.manifest import CacheDtype
 from jaxllm.export.folder_format.parts import KEEP, MODEL, PROMPT, TinyLmFacts
 from jaxllm.export.folder_format.signature import (
     CODED_KINDS,
@@ -59,9 +60,8 @@ _SPAN, _TOP = 256, 127
 _CODED_TOKENS = 128
 # Programs with a mask as input if a plan says so.
 MASKED_KINDS: tuple[Kind, ...] = ("prefill", "decode")
-# Widths of keys and values in caches, "f32" for that of activations.
-CACHES: Mapping[str, np.dtype] = {"f16": np.dtype(np.float16), "int8": np.dtype(np.int8)}
 CacheWidth = Literal["f32", "f16", "int8"]
+_CACHES: Mapping[CacheWidth, CacheDtype] = {"f32": "float32", "f16": "float16", "int8": "int8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,9 +184,10 @@ class ExportPlan:
         more = self.chunk_tokens[-1] if self.masked else 0
         return (signature.cache_tokens or self.context_tokens) + more
 
-    def cache_dtype(self, activations: np.dtype) -> np.dtype:
-        """The dtype of caches of programs with activations of a dtype."""
-        return CACHES.get(self.cache, activations)
+    @property
+    def cache_name(self) -> CacheDtype:
+        """The dtype of caches, for activations in float32."""
+        return _CACHES[self.cache]
 
     def interface(self, signature: Signature, subject: Subject, dtype: np.dtype) -> Interface:
         """The arrays of a signature's program besides its weights, for activations of a dtype; `self` is
@@ -195,7 +196,7 @@ class ExportPlan:
             signature,
             subject.levels[signature.level].cfg,
             self.room(signature),
-            self.cache_dtype(dtype),
+            dtype if self.cache == "f32" else np.dtype(self.cache_name),
             source_tokens=max(self.encode_tokens, default=0),
             adapter_size=0 if subject.adapters is None else subject.adapters.inputs.size(signature.level),
             tiny_lm=None if subject.tiny_lm is None else tiny_facts(subject.tiny_lm),

@@ -245,7 +245,7 @@ def test_perplexity_is_near_that_of_floats(request, engine, name, within, level)
 
 def test_narrow_caches_lose_little_and_are_widened_where_they_are_read(narrow, engine):
     dtype = Manifest.read(narrow).cache_dtype
-    bits, (share, within) = dtype.upper(), {"float16": (1 / 2, 1e-4), "int8": ((1 + 4 / CFG.head_dim) / 4, 0.01)}[dtype]
+    share, within = {"float16": (1 / 2, 1e-4), "int8": ((1 + 4 / CFG.head_dim) / 4, 0.01)}[dtype]
     found = open_program(narrow, threads=1)
     sizes = [each.model.executor.manifest.cache_bytes(100, CONTEXT) for each in (found, engine)]
     assert sizes[0] == sizes[1] * share
@@ -254,7 +254,7 @@ def test_narrow_caches_lose_little_and_are_widened_where_they_are_read(narrow, e
     assert abs(np.exp(loss[1] - loss[0]) - 1) < within
     for name, counted in operators((narrow / FILE).read_bytes()).items():
         writes = {each.output for each in counted if each.name == "DYNAMIC_UPDATE_SLICE"}
-        assert writes == {bits}, name
+        assert writes == {dtype.upper()}, name
     # One query has fewer scores than the cache has numbers.
     counted = operators((narrow / FILE).read_bytes())["decode"]
     products = {each.inputs[0] for each in counted if each.name == "BATCH_MATMUL"}
