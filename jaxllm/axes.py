@@ -20,7 +20,6 @@ BATCH_AXES, UNIT_AXES = ("data", "fsdp"), ("tensor",)
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 _DTYPES = {"float": np.floating, "bool": np.bool_, "float32": np.float32, "int32": np.int32}
-_FAMILIES: dict[Any, str] = {np.floating: "float", np.integer: "integer", np.number: "number"}
 # Axes whose lengths a config has.
 _CONFIG_AXES = {"D": "hidden_size", "H": "head_dim", "V": "vocab_size", "k": "experts_per_token"}
 
@@ -40,7 +39,7 @@ class Axes:
         """Asserts dtype and shape of some arrays.
 
         Args:
-          dtype: the exact dtype, or `jnp.floating` for floats of any width, `jnp.number` for any numbers.
+          dtype: the exact dtype, or `jnp.floating` for floats of any width.
           shape: a word per axis: a letter or name, a number, or "*" for any length; a leading "..." stands
             for any axes. "" is a scalar.
           arrays: arrays by the names of the step's arguments; None is skipped.
@@ -63,7 +62,7 @@ class Axes:
             if not fits or not _has_dtype(array, dtype):
                 known = [f"{axis} = {self._lengths[axis]}" for axis in axes if axis in self._lengths]
                 where = f" with {', '.join(known)}" if known else ""
-                kind = _FAMILIES.get(dtype) or np.dtype(dtype).name
+                kind = "float" if dtype is np.floating else np.dtype(dtype).name
                 raise ConfigError(
                     f"{self._step} takes {name} as [{', '.join(axes)}] {kind}{where}, got "
                     f"{list(np.shape(array))} {getattr(array, 'dtype', type(array).__name__)}"
@@ -114,4 +113,5 @@ def _has_dtype(array: Any, dtype: Any) -> bool:
 
     given = getattr(array, "dtype", None)
     given = np.asarray(array).dtype if given is None else given
-    return jnp.issubdtype(given, dtype) if dtype in _FAMILIES else given == np.dtype(dtype)
+    kind = dtype is np.floating or dtype is np.integer
+    return jnp.issubdtype(given, dtype) if kind else given == np.dtype(dtype)

@@ -154,8 +154,8 @@ class TokenPositions:
         """
         axes = Axes("write")
         self.check(axes)
-        axes.check(jnp.number, "B K S H" if slot is None else "* B K S H", rows=rows)
-        axes.check(jnp.number, "B K T H", new=new)
+        axes.check(_kind(rows), "B K S H" if slot is None else "* B K S H", rows=rows)
+        axes.check(_kind(rows), "B K T H", new=new)
         if self.consecutive:
             start = self.positions[0] if before is None else self.positions[0] - before
             return write_rows(rows, new, start, None if self.roomy else self.valid, slot)
@@ -168,6 +168,11 @@ class TokenPositions:
             return rows.at[:, :, at].set(new, mode="drop")
         # Indices on both sides of slices bring the tokens to the front.
         return rows.at[slot, :, :, at].set(new.transpose(2, 0, 1, 3), mode="drop")
+
+
+def _kind(rows: Any) -> Any:
+    """The numbers of rows: floats of any width, or bytes (see `jaxllm.kv.byte_rows`)."""
+    return jnp.int8 if getattr(rows, "dtype", None) == jnp.int8 else jnp.floating
 
 
 def write_rows(
@@ -186,8 +191,8 @@ def write_rows(
     it must be valid and `start < S`. So are all rows if `valid` is None: `start + T <= S`.
     """
     axes = Axes("write_rows")
-    axes.check(jnp.number, "B K S H" if slot is None else "* B K S H", rows=rows)
-    axes.check(jnp.number, "B K T H", new=new)
+    axes.check(_kind(rows), "B K S H" if slot is None else "* B K S H", rows=rows)
+    axes.check(_kind(rows), "B K T H", new=new)
     axes.check(jnp.int32, "", start=start, valid=valid)
     capacity, length = rows.shape[-2], new.shape[2]
     # Few runtimes select between float16 numbers.
@@ -274,7 +279,7 @@ class Past:
         """Asserts the shapes above at trace time."""
         lead = "" if self.slot is None else "* "
         head = "W" if self.keys.dtype == jnp.int8 else "H"
-        axes.check(jnp.number, f"{lead}B K S {head}", keys=self.keys, values=self.values)
+        axes.check(_kind(self.keys), f"{lead}B K S {head}", keys=self.keys, values=self.values)
         axes.check(jnp.int32, "", slot=self.slot)
         if self.coded is not None:
             self.coded.check(axes)
@@ -382,7 +387,7 @@ class KVCache:
         for stack, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             # Rows at 8 bits are wider.
             head = "H" if len(widths) == 1 and keys.dtype != jnp.int8 else f"H{stack}"
-            axes.check(jnp.number, f"{lead}B K{stack} S {head}", keys=keys, values=values)
+            axes.check(_kind(keys), f"{lead}B K{stack} S {head}", keys=keys, values=values)
         by_node = self.mass is not None and self.mass.ndim == 3
         axes.check(jnp.float32, "B * S" if by_node else "B S", mass=self.mass)
         axes.check(jnp.int32, "", length=self.length)
