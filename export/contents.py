@@ -28,6 +28,7 @@ class Contents:
       masks: whether its programs may accept an attention mask.
       npu: whether it may have the three models of an NPU, in floats.
       codecs: whether it has programs of the codecs of contexts.
+      caches: widths of keys and values that its programs may have besides that of activations.
       stages: whether it may have the stages of w8a8 prefill, for two processors.
       extra, modules: the extra that it needs, and the modules of that extra.
     """
@@ -44,12 +45,19 @@ class Contents:
     npu: bool = False
     stages: bool = False
     codecs: bool = True
+    caches: tuple[str, ...] = ()
     precisions: tuple[str, ...]
     extra: str = "export"
     modules: tuple[str, ...] = ("flatbuffers", "litert_converter", "ai_edge_litert")
 
 
-_TFLITE = Contents(blocks=True, verified="lines", stages=True, precisions=("f32", "int8", "int4", "w8a8"))
+_TFLITE = Contents(
+    blocks=True,
+    verified="lines",
+    stages=True,
+    caches=("f16", "int8"),
+    precisions=("f32", "int8", "int4", "w8a8"),
+)
 CONTENTS = {
     "stablehlo": Contents(
         blocks=True,
@@ -70,6 +78,7 @@ CONTENTS = {
         tiny_lm=False,
         adapters=False,
         codecs=False,
+        caches=("f16", "int8"),
         precisions=_TFLITE.precisions,
         modules=(*_TFLITE.modules, "litert_lm_builder", "litert_lm"),
     ),
@@ -100,6 +109,7 @@ def require_contents(kind: str, plan: Any, *, levels: int, adapters: bool = Fals
             "--verify-tokens": plan.verify_tokens and not holds.verified,
             "--block-tokens": plan.block_tokens and not holds.blocks,
             "--adapter-input": adapters and not holds.adapters,
+            "--cache": plan.cache != "f32" and plan.cache not in holds.caches,
             "--cache-tokens": plan.cache_tokens and not holds.short_caches,
         }
         return [name for name, wrong in asked.items() if wrong]

@@ -108,7 +108,7 @@ def finish(
         name=subject.name,
         model=subject.model,
         context_tokens=plan.context_tokens,
-        cache_dtype="bfloat16" if precision == "bf16" else "float32",
+        cache_dtype="bfloat16" if precision == "bf16" else plan.cache_name,
         levels=levels,
         signatures=tuple(signatures),
         files={path.name: StoredFile.of(path) for path in sorted(folder.iterdir())},

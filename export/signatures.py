@@ -12,7 +12,7 @@ kernels do.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.contexts.codecs import find_codec
 from jaxllm.elastic.compression import row_lengths
 from jaxllm.errors import ConfigError
+from jaxllm.export.folder_format.manifest import CacheDtype
 from jaxllm.export.folder_format.parts import KEEP, MODEL, PROMPT, TinyLmFacts
 from jaxllm.export.folder_format.signature import (
     CODED_KINDS,
@@ -61,6 +62,8 @@ _CODED_TOKENS = 128
 LEVELS, SCALE = ".levels", ".scale"
 # Programs with a mask as input if a plan says so.
 MASKED_KINDS: tuple[Kind, ...] = ("prefill", "decode")
+CacheWidth = Literal["f32", "f16", "int8"]
+_CACHES: Mapping[CacheWidth, CacheDtype] = {"f32": "float32", "f16": "float16", "int8": "int8"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,6 +86,7 @@ class ExportPlan:
       stages: whether the stages of prefill are programs of their own, too, for two processors (see
         `jaxllm.export.stages`).
       codec: name of the codec whose programs encode and load chunks of contexts; empty for none.
+      cache: width of keys and values in caches.
       static_verify: whether verify programs of w8a8 multiply as prefill programs do, to score a text by them.
       release: see `jaxllm.export.folder_format.manifest.Manifest`.
     """
@@ -100,6 +104,7 @@ class ExportPlan:
     npu: bool = False
     stages: bool = False
     codec: str = ""
+    cache: CacheWidth = "f32"
     release: int = option(0, low=0)
 
     def __post_init__(self) -> None:
@@ -137,6 +142,13 @@ class ExportPlan:
         sources: tuple[int, ...] = ()
         if self.codec:
             require_decoder_alone(cfg, "contexts of programs", "leave --codec out")
+        if self.cache != "f32":
+            require_decoder_alone(cfg, "narrow caches", "leave --cache out")
+        if self.cache != "f32" and (self.stages or self.npu or (self.codec and self.cache == "int8")):
+            raise ConfigError(
+                f"stages, models of an NPU and, at int8, codecs read caches of f32, not {self.cache}; leave "
+                "--cache out"
+            )
         if cfg.encoder is not None:
             longest = min(cfg.encoder.window_tokens, context)
             sources = (*(each for each in chunks if each < longest), longest)
@@ -174,13 +186,19 @@ class ExportPlan:
         more = self.chunk_tokens[-1] if self.masked else 0
         return (signature.cache_tokens or self.context_tokens) + more
 
-    def interface(self, signature: Signature, subject: Subject, cache_dtype: np.dtype) -> Interface:
-        """The arrays of a signature's program besides its weights; `self` is resolved."""
+    @property
+    def cache_name(self) -> CacheDtype:
+        """The dtype of caches, for activations in float32."""
+        return _CACHES[self.cache]
+
+    def interface(self, signature: Signature, subject: Subject, dtype: np.dtype) -> Interface:
+        """The arrays of a signature's program besides its weights, for activations of a dtype; `self` is
+        resolved."""
         return interface_of(
             signature,
             subject.levels[signature.level].cfg,
             self.room(signature),
-            cache_dtype,
+            dtype if self.cache == "f32" else np.dtype(self.cache_name),
             source_tokens=max(self.encode_tokens, default=0),
             adapter_size=0 if subject.adapters is None else subject.adapters.inputs.size(signature.level),
             tiny_lm=None if subject.tiny_lm is None else tiny_facts(subject.tiny_lm),
@@ -188,10 +206,10 @@ class ExportPlan:
 
 
 def step_shapes(
-    signature: Signature, subject: Subject, plan: ExportPlan, cache_dtype: np.dtype
+    signature: Signature, subject: Subject, plan: ExportPlan, dtype: np.dtype
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The shapes of a step's weights, caches and inputs, by name."""
-    arrays, interface = step_weights(signature, subject), plan.interface(signature, subject, cache_dtype)
+    arrays, interface = step_weights(signature, subject), plan.interface(signature, subject, dtype)
     inputs = interface.inputs
     if plan.masked and signature.kind in MASKED_KINDS:
         inputs = {**inputs, MASK: ((1, 1, signature.tokens, plan.room(signature)), np.dtype(np.bool_))}

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <set>
 
 #include "checksum.h"
 #include "system.h"
@@ -27,8 +28,12 @@ Manifest ReadManifest(const Json& file) {
   const std::string& format = file["format"].text("format");
   Require(format == "tflite", JAXLLM_UNSUPPORTED,
           "the programs are " + format.substr(0, 40) + "; export the model with --format device");
-  Require(file["cache_dtype"].text("cache_dtype") == "float32", JAXLLM_UNSUPPORTED,
-          "the caches are not float32; export the model with --format device");
+  static const std::map<std::string, ElementType> kTypes = {
+      {"float32", {1, 4}}, {"float16", {10, 2}}, {"int8", {9, 1}}};
+  auto type = kTypes.find(file["cache_dtype"].text("cache_dtype"));
+  Require(type != kTypes.end(), JAXLLM_UNSUPPORTED,
+          "the caches are of another type than f32, f16 and int8; export the model with --format device");
+  found.cache_type = type->second;
   found.name = file["name"].text("name");
   found.context_tokens = static_cast<int>(file["context_tokens"].integer("context_tokens", 1, kMostTokens));
   const Json& levels = file["levels"];
@@ -98,16 +103,28 @@ Mapped::Mapped(int descriptor, int64_t offset, int64_t bytes, const std::string&
   int64_t before = offset % sysconf(_SC_PAGESIZE);
   bytes_ = static_cast<size_t>(bytes);
   paged_ = bytes_ + static_cast<size_t>(before);
-  pages_ = mmap(nullptr, paged_, PROT_READ, MAP_PRIVATE, descriptor, offset - before);
+  pages_ = mmap(nullptr, paged_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, descriptor,
+                offset - before);
   if (pages_ == MAP_FAILED) throw Failure(JAXLLM_SYSTEM, name + " cannot be mapped: " + std::strerror(errno));
-  data_ = static_cast<const char*>(pages_) + before;
+  data_ = static_cast<char*>(pages_) + before;
 }
 
 Mapped::~Mapped() {
   if (pages_ && pages_ != MAP_FAILED) munmap(pages_, paged_);
 }
 
-void Mapped::GiveBack() const { madvise(pages_, paged_, MADV_DONTNEED); }
+void Mapped::GiveBack(const std::vector<size_t>& kept) const {
+  size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), from = 0;
+  std::set<size_t> pages;
+  auto before = static_cast<size_t>(data_ - static_cast<char*>(pages_));
+  for (size_t each : kept)
+    for (size_t end : {each, each + 3}) pages.insert((before + end) / page * page);
+  pages.insert(paged_);
+  for (size_t each : pages) {
+    if (each > from) madvise(static_cast<char*>(pages_) + from, each - from, MADV_DONTNEED);
+    from = each + page;
+  }
+}
 
 Folder::Folder(const std::string& path) {
   std::map<std::string, std::unique_ptr<Mapped>> files;

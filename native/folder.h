@@ -22,13 +22,21 @@ class Mapped {
   Mapped(const Mapped&) = delete;
   ~Mapped();
   std::string_view view() const { return {data_, bytes_}; }
-  // Gives back its memory; what is read again comes from the file.
-  void GiveBack() const;
+  // The same bytes, to be changed for this process.
+  char* data() { return data_; }
+  // Gives back its memory, but for the pages of some bytes; what is read again comes from the file.
+  void GiveBack(const std::vector<size_t>& kept = {}) const;
 
  private:
   void* pages_ = nullptr;
   size_t paged_ = 0, bytes_ = 0;
-  const char* data_ = nullptr;
+  char* data_ = nullptr;
+};
+
+// Of LiteRT's numbers of element types, those of caches, and the bytes of each.
+struct ElementType {
+  int32_t number;
+  size_t bytes;
 };
 
 struct Signature {
@@ -45,6 +53,7 @@ struct GoldenAnswer {
 struct Manifest {
   std::string name;
   int context_tokens = 0;
+  ElementType cache_type = {};
   std::map<int, int> vocab_sizes;  // By level.
   std::vector<Signature> signatures;
   std::vector<GoldenAnswer> golden;

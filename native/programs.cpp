@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
+
+#include "model.h"
 
 namespace jaxllm {
 namespace {
@@ -72,43 +75,22 @@ size_t Buffer::bytes() const {
   return found;
 }
 
-Programs::Programs(const Folder& folder, int threads) : manifest_(folder.manifest), threads_(threads) {
+Programs::Programs(const Folder& folder, int threads)
+    : manifest_(folder.manifest), file_(*folder.model), threads_(threads) {
   try {
-    std::string_view file = folder.model->view();
     Check(LiteRtCreateEnvironment(0, nullptr, &environment_), "start");
-    Check(LiteRtCreateModelFromBuffer(environment_, file.data(), file.size(), &model_), "open model.tflite");
-    Handle options = nullptr, cpu = nullptr;
-    Check(LiteRtCreateOptions(&options), "take options");
-    LiteRtStatus status = LiteRtSetOptionsHardwareAccelerators(options, kCpu);
-    if (!status) {
-      // Else each program packs the weights for itself.
-      std::string facts = "weight_cache_file_path = \":memory\"\n";
-      if (threads) facts += "num_threads = " + std::to_string(threads) + "\n";
-      status = LiteRtCreateOpaqueOptions("xnnpack", strdup(facts.c_str()), std::free, &cpu);
-      if (!status) status = LiteRtAddOpaqueOptions(options, cpu);
-    }
-    if (!status) status = LiteRtCreateCompiledModel(environment_, model_, options, &compiled_);
-    LiteRtDestroyOptions(options);
-    Check(status, "compile model.tflite");
-    // The packed weights are a copy.
-    folder.model->GiveBack();
-    size_t count = 0;
-    Check(LiteRtGetNumModelSignatures(model_, &count), "list signatures");
-    std::map<std::string, size_t> there;
-    for (size_t index = 0; index < count; ++index) {
-      Handle signature = nullptr;
-      const char* key = nullptr;
-      Check(LiteRtGetModelSignature(model_, index, &signature), "give a signature");
-      Check(LiteRtGetSignatureKey(signature, &key), "name a signature");
-      there[key] = index;
-    }
+    Check(LiteRtCreateModelFromBuffer(environment_, file_.data(), file_.view().size(), &model_),
+          "open model.tflite");
+    auto there = Listed();
     for (const Signature& each : manifest_.signatures) {
-      auto found = there.find(jaxllm::NameOf(each, manifest_.context_tokens));
+      auto found = there.find(NameOf(each, manifest_.context_tokens));
       Require(found != there.end(), JAXLLM_DAMAGED,
-              "model.tflite lacks the signature " + jaxllm::NameOf(each, manifest_.context_tokens) +
+              "model.tflite lacks the signature " + NameOf(each, manifest_.context_tokens) +
                   ", which program.json names; copy both from one export");
-      Add(found->second, each, manifest_.vocab_sizes.at(each.level));
+      Add(found->second.second, each, manifest_.vocab_sizes.at(each.level));
     }
+    // Programs are opened when they first run.
+    LiteRtDestroyModel(std::exchange(model_, nullptr));
     for (const auto& [level, vocab] : manifest_.vocab_sizes) {
       for (int room : Rooms(level)) {
         std::vector<int> chunks = Sizes("prefill", level, room);
@@ -132,44 +114,91 @@ Programs::~Programs() { Release(); }
 
 void Programs::Release() {
   programs_.clear();
-  if (compiled_) LiteRtDestroyCompiledModel(compiled_);
-  if (model_) LiteRtDestroyModel(model_);
-  if (environment_) LiteRtDestroyEnvironment(environment_);
+  if (compiled_) LiteRtDestroyCompiledModel(std::exchange(compiled_, nullptr));
+  if (model_) LiteRtDestroyModel(std::exchange(model_, nullptr));
+  if (environment_) LiteRtDestroyEnvironment(std::exchange(environment_, nullptr));
 }
 
-void Programs::Add(size_t index, const Signature& signature, int vocab) {
+std::map<std::string, std::pair<size_t, Handle>> Programs::Listed() const {
+  size_t count = 0;
+  Check(LiteRtGetNumModelSignatures(model_, &count), "list signatures");
+  std::map<std::string, std::pair<size_t, Handle>> found;
+  for (size_t index = 0; index < count; ++index) {
+    Handle signature = nullptr;
+    const char* key = nullptr;
+    Check(LiteRtGetModelSignature(model_, index, &signature), "give a signature");
+    Check(LiteRtGetSignatureKey(signature, &key), "name a signature");
+    found[key] = {index, signature};
+  }
+  return found;
+}
+
+void Programs::Compile() {
+  // Before others take memory: all have the same weights and intermediate results.
+  if (compiled_) LiteRtDestroyCompiledModel(std::exchange(compiled_, nullptr));
+  if (model_) LiteRtDestroyModel(std::exchange(model_, nullptr));
+  file_.GiveBack();
+  std::vector<size_t> changed = KeepPrograms(file_.data(), file_.view().size(), open_);
+  Check(LiteRtCreateModelFromBuffer(environment_, file_.data(), file_.view().size(), &model_),
+        "open model.tflite");
+  Handle options = nullptr, cpu = nullptr;
+  Check(LiteRtCreateOptions(&options), "take options");
+  LiteRtStatus status = LiteRtSetOptionsHardwareAccelerators(options, kCpu);
+  if (!status) {
+    // Else each program packs the weights for itself.
+    std::string facts = "weight_cache_file_path = \":memory\"\n";
+    if (threads_) facts += "num_threads = " + std::to_string(threads_) + "\n";
+    status = LiteRtCreateOpaqueOptions("xnnpack", strdup(facts.c_str()), std::free, &cpu);
+    if (!status) status = LiteRtAddOpaqueOptions(options, cpu);
+  }
+  if (!status) status = LiteRtCreateCompiledModel(environment_, model_, options, &compiled_);
+  LiteRtDestroyOptions(options);
+  Check(status, "compile model.tflite");
+  // The packed weights are a copy.
+  file_.GiveBack(changed);
+  auto there = Listed();
+  for (auto& [key, program] : programs_)
+    if (open_.count(program.name)) program.index = there.at(program.name).first;
+}
+
+void Programs::Add(Handle handle, const Signature& signature, int vocab) {
   Program program;
-  program.index = index;
+  program.name = NameOf(signature, manifest_.context_tokens);
   program.kind = signature.kind;
   program.level = signature.level;
   program.room = signature.room;
   program.tokens = signature.tokens;
-  std::string name = jaxllm::NameOf(signature, manifest_.context_tokens);
-  Check(LiteRtGetModelSignature(model_, index, &program.signature), "give a signature");
-  Check(LiteRtGetNumSignatureInputs(program.signature, &program.inputs), "count inputs");
-  Check(LiteRtGetNumSignatureOutputs(program.signature, &program.outputs), "count outputs");
   auto& shapes = shapes_[signature.level];
   int64_t tokens = signature.tokens;
   size_t caches[2] = {}, known = 0;
   for (bool input : {true, false}) {
-    for (size_t each = 0; each < (input ? program.inputs : program.outputs); ++each) {
-      std::string tensor_name = NameOf(program, input, each);
+    size_t count = 0;
+    Check((input ? LiteRtGetNumSignatureInputs : LiteRtGetNumSignatureOutputs)(handle, &count),
+          "count tensors");
+    for (size_t each = 0; each < count; ++each) {
+      const char* given = nullptr;
+      Check((input ? LiteRtGetSignatureInputName : LiteRtGetSignatureOutputName)(handle, each, &given),
+            "name a tensor");
+      std::string tensor_name = given;
       Handle tensor = nullptr;
       TensorType type;
       Check((input ? LiteRtGetSignatureInputTensorByIndex : LiteRtGetSignatureOutputTensorByIndex)(
-                program.signature, each, &tensor),
+                handle, each, &tensor),
             "give a tensor");
       Check(LiteRtGetRankedTensorType(tensor, &type), "tell a tensor's shape");
+      (input ? program.inputs : program.outputs).push_back({tensor_name, type});
       int rank = static_cast<int>(type.rank_and_strides & 0x7F);
       int64_t size = 1;
       for (int axis = 0; axis < rank && axis < 8; ++axis)
         size *= std::clamp(type.dimensions[axis], 0, 1 << 20);
       bool fits = false;
       if (IsCache(tensor_name)) {
-        CacheShape shape = {type.dimensions[1], type.dimensions[3]};
+        int width = std::clamp(type.dimensions[3], 0, 1 << 20);
+        CacheShape shape = {type.dimensions[1], manifest_.cache_type.bytes * static_cast<size_t>(width)};
         CacheShape& first = shapes.try_emplace(tensor_name, shape).first->second;
-        fits = rank == 4 && type.dimensions[2] == signature.room && shape.heads > 0 && shape.width > 0 &&
-               first.heads == shape.heads && first.width == shape.width;
+        fits = rank == 4 && type.dimensions[2] == signature.room && shape.heads > 0 && width > 0 &&
+               type.element == manifest_.cache_type.number && first.heads == shape.heads &&
+               first.row_bytes == shape.row_bytes;
         caches[input] += fits;
       } else if (tensor_name == "adapter") {
         fits = input;
@@ -182,21 +211,14 @@ void Programs::Add(size_t index, const Signature& signature, int vocab) {
         known += named;
       }
       Require(fits, JAXLLM_DAMAGED,
-              name + " in model.tflite has an array " + tensor_name.substr(0, 80) +
+              program.name + " in model.tflite has an array " + tensor_name.substr(0, 80) +
                   " of another shape than program.json says; copy both from one export");
     }
   }
   size_t wanted = program.kind == "prefill" ? 2 : program.kind == "decode" ? 3 : 4;
   Require(known == wanted && caches[0] == caches[1] && caches[0] == shapes.size(), JAXLLM_DAMAGED,
-          name + " in model.tflite lacks an array; export the model again");
+          program.name + " in model.tflite lacks an array; export the model again");
   programs_.emplace(Key(program.kind, program.level, program.room, program.tokens), std::move(program));
-}
-
-std::string Programs::NameOf(const Program& program, bool input, size_t index) const {
-  const char* name = nullptr;
-  Check((input ? LiteRtGetSignatureInputName : LiteRtGetSignatureOutputName)(program.signature, index, &name),
-        "name a tensor");
-  return name;
 }
 
 std::vector<int> Programs::Levels() const {
@@ -223,24 +245,26 @@ std::vector<int> Programs::Sizes(const std::string& kind, int level, int room) c
   return found;
 }
 
-Programs::Program& Programs::Find(const std::string& kind, int level, int room, int tokens) {
+Programs::Program& Programs::Opened(const std::string& kind, int level, int room, int tokens) {
   auto found = programs_.find({kind, level, room, tokens});
   Require(found != programs_.end(), JAXLLM_UNSUPPORTED,
           "level " + std::to_string(level) + " was not exported; export the model with --level " +
               std::to_string(level));
+  if (compiled_ && open_.count(found->second.name)) return found->second;
+  bool drafts = kind == "verify";
+  for (const auto& [key, program] : programs_)
+    if (program.level == level && program.room == room && (program.kind == "verify") == drafts)
+      open_.insert(program.name);
+  Compile();
   return found->second;
 }
 
 std::unique_ptr<Buffer> Programs::MadeBuffer(const Program& program, bool input, size_t index) {
-  Handle tensor = nullptr, needs = nullptr, buffer = nullptr;
-  TensorType type;
-  Check((input ? LiteRtGetSignatureInputTensorByIndex : LiteRtGetSignatureOutputTensorByIndex)(
-            program.signature, index, &tensor),
-        "give a tensor");
-  Check(LiteRtGetRankedTensorType(tensor, &type), "tell a tensor's shape");
+  Handle needs = nullptr, buffer = nullptr;
   Check((input ? LiteRtGetCompiledModelInputBufferRequirements
                : LiteRtGetCompiledModelOutputBufferRequirements)(compiled_, program.index, index, &needs),
         "tell what a buffer needs");
+  const TensorType& type = (input ? program.inputs : program.outputs)[index].type;
   Check(LiteRtCreateManagedTensorBufferFromRequirements(environment_, &type, needs, &buffer),
         "make a buffer");
   auto found = std::make_unique<Buffer>(buffer);
@@ -252,8 +276,9 @@ std::unique_ptr<Buffer> Programs::MadeBuffer(const Program& program, bool input,
 
 std::vector<Handle> Programs::Arguments(Program& program, bool input, Buffers& caches) {
   std::vector<Handle> found;
-  for (size_t index = 0; index < (input ? program.inputs : program.outputs); ++index) {
-    std::string name = NameOf(program, input, index);
+  const std::vector<Tensor>& tensors = input ? program.inputs : program.outputs;
+  for (size_t index = 0; index < tensors.size(); ++index) {
+    const std::string& name = tensors[index].name;
     auto& buffer = (IsCache(name) ? caches : input ? program.in : program.out)[name];
     if (!buffer) buffer = MadeBuffer(program, input, index);
     found.push_back(buffer->handle());
@@ -263,7 +288,7 @@ std::vector<Handle> Programs::Arguments(Program& program, bool input, Buffers& c
 
 Caches Programs::Made(int level, int room) {
   std::lock_guard<std::mutex> lock(running_);
-  Program& decode = Find("decode", level, room, 1);
+  Program& decode = Opened("decode", level, room, 1);
   Caches made;
   made.level = level;
   made.room = room;
@@ -274,7 +299,7 @@ Caches Programs::Made(int level, int room) {
 std::string Programs::Rows(const Caches& caches, int tokens) const {
   std::string found;
   for (const auto& [name, shape] : shapes_.at(caches.level)) {
-    size_t row = 4u * static_cast<size_t>(shape.width), head = row * static_cast<size_t>(caches.room);
+    size_t row = shape.row_bytes, head = row * static_cast<size_t>(caches.room);
     caches.buffers.at(name)->Read([&, heads = shape.heads](const void* from) {
       for (int each = 0; each < heads; ++each)
         found.append(static_cast<const char*>(from) + head * static_cast<size_t>(each),
@@ -286,7 +311,7 @@ std::string Programs::Rows(const Caches& caches, int tokens) const {
 
 void Programs::Restore(Caches& caches, const char* rows, int tokens) {
   for (const auto& [name, shape] : shapes_.at(caches.level)) {
-    size_t row = 4u * static_cast<size_t>(shape.width), head = row * static_cast<size_t>(caches.room);
+    size_t row = shape.row_bytes, head = row * static_cast<size_t>(caches.room);
     size_t part = row * static_cast<size_t>(tokens);
     caches.buffers.at(name)->Write([&, heads = shape.heads](void* to) {
       for (int each = 0; each < heads; ++each, rows += part)
@@ -304,14 +329,14 @@ Caches Programs::Grown(const Caches& caches, int room, int tokens) {
 size_t Programs::RowBytes(int level) const {
   size_t found = 0;
   for (const auto& [name, shape] : shapes_.at(level))
-    found += 4u * static_cast<size_t>(shape.heads) * static_cast<size_t>(shape.width);
+    found += static_cast<size_t>(shape.heads) * shape.row_bytes;
   return found;
 }
 
 void Programs::Run(const std::string& kind, int size, Caches& caches, const int32_t* tokens, int count,
                    int at, std::vector<float>* logits) {
   std::lock_guard<std::mutex> lock(running_);
-  Program& program = Find(kind, caches.level, caches.room, size);
+  Program& program = Opened(kind, caches.level, caches.room, size);
   std::vector<Handle> in = Arguments(program, true, caches.buffers),
                       out = Arguments(program, false, caches.buffers);
   bool verifies = kind == "verify";

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -42,7 +43,8 @@ struct Caches {
 
 // A cache's shape without its positions.
 struct CacheShape {
-  int heads, width;
+  int heads;
+  size_t row_bytes;  // Of a position of a head.
 };
 
 class Programs {
@@ -74,27 +76,36 @@ class Programs {
   int threads() const { return threads_; }
 
  private:
+  struct Tensor {
+    std::string name;
+    TensorType type;
+  };
   struct Program {
-    size_t index = 0, inputs = 0, outputs = 0;
-    Handle signature = nullptr;
+    std::string name, kind;
+    size_t index = 0;  // While it is open.
     int level = 0, room = 0, tokens = 0;
-    std::string kind;
+    std::vector<Tensor> inputs, outputs;
     Buffers in, out;  // But for caches.
   };
   using Key = std::tuple<std::string, int, int, int>;
 
-  void Add(size_t index, const Signature& signature, int vocab);
-  Program& Find(const std::string& kind, int level, int room, int tokens);
+  void Add(Handle handle, const Signature& signature, int vocab);
+  // Finds a program, and opens it with those that any request over the same caches needs, and with all that
+  // were open: the runtime holds memory for each.
+  Program& Opened(const std::string& kind, int level, int room, int tokens);
+  void Compile();
+  std::map<std::string, std::pair<size_t, Handle>> Listed() const;
   std::unique_ptr<Buffer> MadeBuffer(const Program& program, bool input, size_t index);
-  std::string NameOf(const Program& program, bool input, size_t index) const;
   std::vector<Handle> Arguments(Program& program, bool input, Buffers& caches);
   void Release();
 
   const Manifest& manifest_;
+  Mapped& file_;
   int threads_;
   Handle environment_ = nullptr, model_ = nullptr, compiled_ = nullptr;
   std::map<Key, Program> programs_;
   std::map<int, std::map<std::string, CacheShape>> shapes_;  // By level and name.
+  std::set<std::string> open_;                               // Names of programs.
   std::mutex running_;
 };
 

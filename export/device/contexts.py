@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxllm.contexts import CHUNK_TOKENS
+from jaxllm.contexts import CHUNK_TOKENS, ROW_BYTES
 from jaxllm.contexts.codecs import RAW
 from jaxllm.errors import ConfigError
 from jaxllm.export.folder_format.signature import (
@@ -106,7 +106,7 @@ class ProgramChunks(ChunkAccess):
             chunk_tokens=CHUNK_TOKENS,
             dtype=manifest.cache_dtype,
             heads=tuple(cfg.units(layer).kv_heads for layer in range(cfg.layers)),
-            head_width=cfg.head_dim,
+            head_width=cfg.head_dim + (ROW_BYTES if manifest.cache_dtype == "int8" else 0),
         )
         super().__init__(runner, origin, (bits,))
 

@@ -23,7 +23,6 @@ from jaxllm.export.programs.executor import Accelerator
 from jaxllm.export.programs.golden import require_golden
 from jaxllm.export.programs.model import ProgramModel, open_program_model
 from jaxllm.serving.elastic.profile import DeviceProfile, load_profile, save_profile
-from jaxllm.serving.elastic.profiling import measure_coarsely, measure_together
 from jaxllm.serving.engine.engine import Engine
 from jaxllm.serving.ground.speculation_options import SpeculationOptions
 from jaxllm.serving.host.machine import cpu_features, usable_cores
@@ -46,8 +45,8 @@ def open_device(
     processors: int = 1,
     accelerator: Accelerator = "cpu",
 ) -> Engine[ProgramModel]:
-    """Opens a folder, and prepares its programs and the chat template: no request compiles anything. At its
-    first start on this device its golden answers are compared.
+    """Opens a folder, and prepares its programs: no request compiles anything but the first chat its
+    template. At its first start on this device its golden answers are compared.
 
     Args:
       folder: folder of `jaxllm export`, as `device`, `tflite` or `stablehlo`.
@@ -82,9 +81,10 @@ def open_device(
             )
             speculation = None if drafts is None else model.drafts(level, drafts, threads=threads)
             engine = Engine(model, level, speculation)
-            engine.warm_up()
+            # A device that never chats has no memory for Jinja.
+            engine.warm_up(chats=False)
             for each in engine.levels:
-                engine.at(each).warm_up()
+                engine.at(each).warm_up(chats=False)
             if first:
                 require_golden(manifest, engine)
         return engine
@@ -227,6 +227,9 @@ def device_profile(
     known = load_profile(path)
     if known is not None and known.levels == engine.levels and not (whole and known.coarse):
         return known
+    # Here, because few starts measure.
+    from jaxllm.serving.elastic.profiling import measure_coarsely, measure_together
+
     found = measure_together([engine], progress=progress)[0] if whole else measure_coarsely(engine)
     save_profile(found, path)
     return found

@@ -22,7 +22,7 @@ from jaxllm.serving.server.memory import ServiceMemory, contexts_holding
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service_options import ServerOptions, read_options
 
-_PREFIX_BYTES = 64 << 20
+_PREFIX_BYTES = 32 << 20
 # Maximum number of answers that run at a time: each has caches of its own.
 _RUNNING = 4
 

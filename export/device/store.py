@@ -27,7 +27,7 @@ from typing import Literal, Self
 from jaxllm.errors import BudgetExceeded, ConfigError, ProgramError, one_line
 from jaxllm.export.device.opening import require_runtime
 from jaxllm.export.device.update import Update, open_update
-from jaxllm.export.folder_format.manifest import LOOP, MAIN, MANIFEST, Manifest
+from jaxllm.export.folder_format.manifest import LOOP, MAIN, MANIFEST, STORE, Manifest
 from jaxllm.export.folder_format.publisher import KEY_BYTES, read_public_key
 from jaxllm.files.atomic import atomic_file, atomic_folder, remove_folder
 from jaxllm.files.input_files import read_bytes
@@ -35,7 +35,7 @@ from jaxllm.layer_configs import require
 from jaxllm.options import check_options, option
 
 Slot = Literal["a", "b"]
-STATE = "store.json"
+
 _MAX_STATE_BYTES = 16 << 20
 # A start may be ended from outside, as where memory is short: an update is tried so often.
 _TRIALS = 3
@@ -48,7 +48,7 @@ import sys
 from pathlib import Path
 
 _HERE = Path(__file__).resolve().parent
-_STATE = json.loads((_HERE / "{STATE}").read_text(encoding="utf-8"))
+_STATE = json.loads((_HERE / "{STORE}").read_text(encoding="utf-8"))
 sys.path.insert(0, str(_HERE / _STATE["using"] / "{LOOP}"))
 
 from jaxllm.cli.device.__main__ import main
@@ -92,7 +92,7 @@ class StoreState:
         Raises:
           ProgramError: the folder is no store, or the file is malformed.
         """
-        path = folder / STATE
+        path = folder / STORE
         try:
             facts = json.loads(read_bytes(path, _MAX_STATE_BYTES))
             facts["files"] = {slot: tuple(each) for slot, each in facts["files"].items()}
@@ -137,7 +137,7 @@ class ModelStore:
             (place / "a").mkdir()
             update.copy_to(place / "a")
             state = StoreState(using="a", key=key.hex(), files={"a": tuple(update.files)})
-            (place / STATE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
+            (place / STORE).write_text(json.dumps(dataclasses.asdict(state)), encoding="utf-8")
             (place / MAIN).write_text(_MAIN_TEXT, encoding="utf-8")
         return cls(folder)
 
@@ -244,7 +244,7 @@ class ModelStore:
         return state
 
     def _write(self, state: StoreState) -> None:
-        with atomic_file(self.folder / STATE) as file:
+        with atomic_file(self.folder / STORE) as file:
             file.write(json.dumps(dataclasses.asdict(state)).encode())
 
     def _clear(self, place: Path, ours: Sequence[str]) -> None:

@@ -13,7 +13,6 @@ loop over programs needs, so that running them requires neither model code nor t
 
 import collections
 import dataclasses
-import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -48,8 +47,8 @@ from jaxllm.layer_configs import require
 from jaxllm.options import check_options, option
 from jaxllm.text.tokenizer import TokenizerFiles
 
-# Files of a standalone device folder: the modules of the loop, and its entry point.
-LOOP, MAIN = "loop.pyz", "__main__.py"
+# Files of a standalone device folder: the modules of the loop, and its entry point; and of a store of two.
+LOOP, MAIN, STORE = "loop.pyz", "__main__.py", "store.json"
 WEIGHTS, TOKENIZER = "weights.safetensors", "tokenizer.json"
 # The chat template for runtimes without Jinja (see `jaxllm.export.chat_pieces`).
 CHAT = "chat.json"
@@ -81,7 +80,12 @@ class StoredFile:
         Raises:
           OSError: the file cannot be read, or is no regular file.
         """
-        digest, sha256, size = xxhash.xxh3_128(), hashlib.sha256() if secure else None, 0
+        digest, sha256, size = xxhash.xxh3_128(), None, 0
+        if secure:
+            # Here, because a start needs none, and OpenSSL takes megabytes.
+            import hashlib
+
+            sha256 = hashlib.sha256()
         with open_regular(path) as file:
             while block := file.read(_READ_BYTES):
                 digest.update(block)
@@ -105,7 +109,8 @@ def write_tokenizer(path: Path, files: TokenizerFiles) -> None:
 # "live" programs are in no folder: a process traces them itself.
 ProgramFormat = Literal["stablehlo", "tflite", "live"]
 Precision = Literal["f32", "bf16", "int8", "int4", "w8a8"]
-CacheDtype = Literal["float32", "bfloat16"]
+CacheDtype = Literal["float32", "bfloat16", "float16", "int8"]
+_ITEM_BYTES: Mapping[CacheDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 Found = TypeVar("Found")
 
 MANIFEST = "program.json"
@@ -220,7 +225,7 @@ class Manifest:
         return self._bytes(self.source_shapes(level))
 
     def _bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        return (4 if self.cache_dtype == "float32" else 2) * sum(map(math.prod, shapes.values()))
+        return _ITEM_BYTES[self.cache_dtype] * sum(map(math.prod, shapes.values()))
 
     def cache_tokens(self, level: int) -> tuple[int, ...]:
         """Lengths of caches that a level has programs for, ascending."""
@@ -260,7 +265,7 @@ class Manifest:
 
     def cache_shapes(self, level: int, cache_tokens: int) -> dict[str, tuple[int, ...]]:
         """Shapes `[1, K, S, H]` of a level's caches by name."""
-        return cache_shapes(self.levels[level].cfg, cache_tokens)
+        return cache_shapes(self.levels[level].cfg, cache_tokens, np.dtype(self.cache_dtype))
 
     def _of(self, level: int, cache_tokens: int) -> list[Signature]:
         return [each for each in self.signatures if each.level == level and self.room(each) == cache_tokens]

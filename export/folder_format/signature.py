@@ -30,7 +30,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxllm.config import FULL_LEVEL, MAX_DIMENSION, ModelConfig
-from jaxllm.contexts import CHUNK_TOKENS
+from jaxllm.contexts import CHUNK_TOKENS, ROW_BYTES
 from jaxllm.contexts.codecs import CODECS, WIDTHS, ChunkFormat, find_codec
 from jaxllm.export.folder_format.parts import ADAPTER, KEEP, MODEL, PROMPT, TinyLmFacts
 from jaxllm.options import check_options, option
@@ -185,7 +185,7 @@ def interface_of(
         outputs = _typed(source_shapes(cfg, count), cache_dtype)
         number = {SOURCE_TOKENS: outputs.pop(SOURCE_TOKENS)}
         return Interface({}, {TOKENS: (row, _IDS), **number}, outputs, writes=False)
-    caches = _typed(cache_shapes(cfg, cache_tokens), cache_dtype)
+    caches = _typed(cache_shapes(cfg, cache_tokens, cache_dtype), cache_dtype)
     if kind in CODED_KINDS:
         chunks = count // CHUNK_TOKENS
         numbers: Shapes = {CHUNKS: ((chunks,), _IDS)}
@@ -210,9 +210,14 @@ def _typed(shapes: Mapping[str, tuple[int, ...]], dtype: np.dtype) -> Shapes:
     return {name: (shape, _IDS if name == SOURCE_TOKENS else dtype) for name, shape in shapes.items()}
 
 
-def cache_shapes(cfg: ModelConfig, cache_tokens: int) -> dict[str, tuple[int, ...]]:
-    """Shapes `[1, K, S, H]` of the caches of a model by name."""
-    return _layer_shapes(cfg, cache_tokens, (KEYS, VALUES))
+def cache_shapes(
+    cfg: ModelConfig, cache_tokens: int, dtype: np.dtype = _FLOATS
+) -> dict[str, tuple[int, ...]]:
+    """Shapes `[1, K, S, H]` of the caches of a model by name; at 8 bits `[1, K, S, H + 4]` (see
+    `jaxllm.kv.byte_rows`)."""
+    more = ROW_BYTES if dtype == np.int8 else 0
+    shapes = _layer_shapes(cfg, cache_tokens, (KEYS, VALUES))
+    return {name: (*shape, width + more) for name, (*shape, width) in shapes.items()}
 
 
 def source_shapes(cfg: ModelConfig, source_tokens: int) -> dict[str, tuple[int, ...]]:

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -19,7 +19,9 @@ from jaxllm.export.folder_format.manifest import Manifest
 from jaxllm.export.folder_format.parts import ADAPTER, adapter_file
 from jaxllm.export.folder_format.signature import Interface, Signature
 from jaxllm.serving.host.progress import Progress
-from jaxllm.serving.server.calls import AdapterFacts, AdapterGone
+
+if TYPE_CHECKING:
+    from jaxllm.serving.server.calls import AdapterFacts
 
 # What runs programs of LiteRT.
 Accelerator = Literal["cpu", "gpu"]
@@ -53,8 +55,11 @@ class FolderAdapters:
         """See `Adapters`."""
         return sum(each.size_bytes for each in self.facts())
 
-    def facts(self) -> list[AdapterFacts]:
+    def facts(self) -> "list[AdapterFacts]":
         """See `Adapters`."""
+        # Here, because only a server asks, and its calls take megabytes.
+        from jaxllm.serving.server.calls import AdapterFacts
+
         inputs, made = self._manifest.adapters, self._opened_s
         size = 0 if inputs is None else inputs.file_bytes
         return [
@@ -69,6 +74,8 @@ class FolderAdapters:
           AdapterGone: it does not.
         """
         if name and name not in self.names:
+            from jaxllm.serving.server.calls import AdapterGone
+
             known = ", ".join(self.names) or "none"
             raise AdapterGone(
                 f"the programs have no adapter {name!r:.80}, but {known}; export the model with "

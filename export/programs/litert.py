@@ -204,9 +204,10 @@ class LiteRtExecutor(Executor):
         super().__init__(manifest, FolderAdapters(manifest, folder))
         self.threads, self.accelerator = threads or usable_cores(), accelerator
         file, *others = {each.file for each in manifest.signatures}
-        if others or manifest.cache_dtype != "float32":
+        if others or manifest.cache_dtype == "bfloat16":
             raise ProgramError(
-                f"{folder} is not a single model over float32 caches, which LiteRT needs; export it again"
+                f"{folder} is not a single model over float32 or float16 caches, which LiteRT needs; export "
+                "it again"
             )
         self._path = manifest.require_intact(folder, file)
         # Kept, because another folder may be put in its place before all programs are open.

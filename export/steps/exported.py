@@ -309,6 +309,9 @@ def _step(
         keys, values = layers(inputs, SOURCE_KEYS), layers(inputs, SOURCE_VALUES)
         source = SourceLayers(keys, values, inputs[SOURCE_TOKENS][0])
     keys, values = layers(caches, KEYS), layers(caches, VALUES)
+    # XNNPACK multiplies float16 numbers as fast as others, but nothing widens them quickly. Masks are for
+    # GPUs, whose runtime only has products of float32.
+    at = dataclasses.replace(at, narrow=keys[0].dtype == jnp.float16 and at.mask is None)
     cache = KVCache(keys=keys, values=values, length=at.positions[0], source=source)
     hidden, cache = forward_at(params, inputs[TOKENS], cache, at, cfg=cfg, dtype=options.dtype)
     out = _by_layer((KEYS, cache.keys), (VALUES, cache.values))
@@ -375,7 +378,7 @@ def run_chunks(
                 taken = [slice_in_dim(whole, at * form.tokens, form.tokens, axis=2) for at in chunks]
                 # No constant for converters, which would multiply by its reciprocal and so round otherwise.
                 most = jax.lax.optimization_barrier(jnp.float32(2**bits - 1))
-                rows = form.codec.transformed(jnp.concatenate(taken))
+                rows = form.codec.transformed(jnp.concatenate(taken).astype(jnp.float32))
                 codes, low, scale = quantized_part(rows, AXES[sharing], most)
                 packed, *rest = jnp.split(codes, planes, axis=-1)
                 # The first channels are in the lowest bits.

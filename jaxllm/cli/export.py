@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("f32", "bf16", "f16", "int8", "int4", "w8a8")
 PLATFORMS = ("cpu", "cuda", "tpu")
+CACHES = ("f32", "f16", "int8")
 CODECS = ("channel", "token", "kivi", "rotated")
 CHUNK_TOKENS = (16, 64, 256)
 RUN_FILE = "recipe.json"
@@ -134,6 +135,14 @@ _CALIBRATION_CHARACTERS = 1 << 20
     type=click.Choice(CODECS),
     help="For stablehlo, tflite and device, make programs that encode chunks of contexts at 8, 4 and 2 bits "
     "with this codec, and programs that load them.  [default: none]",
+)
+@click.option(
+    "--cache",
+    type=click.Choice(CACHES),
+    default="f32",
+    show_default=True,
+    help="For tflite, device and litertlm, the width of keys and values in caches: f32, f16 for half the "
+    "memory, or int8 with a scale for each row of a head, for about a third.",
 )
 @click.option(
     "--level",

@@ -8,3 +8,5 @@ by `jaxllm bench contexts`.
 
 # Default tokens of a chunk (LLMS, section 4).
 CHUNK_TOKENS = 16
+# Bytes of a row of a head beside its numbers, in caches at 8 bits (see `jaxllm.kv.byte_rows`).
+ROW_BYTES = 4

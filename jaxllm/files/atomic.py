@@ -4,7 +4,6 @@ import contextlib
 import errno
 import os
 import re
-import secrets
 import shutil
 import stat
 from collections.abc import Iterator
@@ -186,7 +185,7 @@ def remove_abandoned(folder: Path, name: str | None = None) -> None:
 
 
 def _temporary_name(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_MARK}{secrets.token_hex(_RANDOM_BYTES)}.tmp")
+    return path.with_name(f".{path.name}{_MARK}{os.urandom(_RANDOM_BYTES).hex()}.tmp")
 
 
 @contextlib.contextmanager

@@ -57,6 +57,8 @@ class TokenPositions:
         attends to it before other tokens replace it.
       apart: whether keys and values of the new tokens take the cache's place in the results, and are not
         written; the mask then is of the cache's rows, followed by the new tokens.
+      narrow: whether products of few queries with keys and values are computed in the cache's dtype, for
+        runtimes that widen a cache slowly.
     """
 
     positions: jax.Array
@@ -66,6 +68,7 @@ class TokenPositions:
     mask: jax.Array | None = None
     roomy: bool = dataclasses.field(metadata={"static": True}, default=False)
     apart: bool = dataclasses.field(metadata={"static": True}, default=False)
+    narrow: bool = dataclasses.field(metadata={"static": True}, default=False)
 
     @classmethod
     def after(cls, length: jax.Array, count: int, valid: jax.Array) -> "TokenPositions":
@@ -151,8 +154,8 @@ class TokenPositions:
         """
         axes = Axes("write")
         self.check(axes)
-        axes.check(jnp.floating, "B K S H" if slot is None else "* B K S H", rows=rows)
-        axes.check(jnp.floating, "B K T H", new=new)
+        axes.check(_kind(rows), "B K S H" if slot is None else "* B K S H", rows=rows)
+        axes.check(_kind(rows), "B K T H", new=new)
         if self.consecutive:
             start = self.positions[0] if before is None else self.positions[0] - before
             return write_rows(rows, new, start, None if self.roomy else self.valid, slot)
@@ -165,6 +168,11 @@ class TokenPositions:
             return rows.at[:, :, at].set(new, mode="drop")
         # Indices on both sides of slices bring the tokens to the front.
         return rows.at[slot, :, :, at].set(new.transpose(2, 0, 1, 3), mode="drop")
+
+
+def _kind(rows: Any) -> Any:
+    """The numbers of rows: floats of any width, or bytes (see `jaxllm.kv.byte_rows`)."""
+    return jnp.int8 if getattr(rows, "dtype", None) == jnp.int8 else jnp.floating
 
 
 def write_rows(
@@ -183,16 +191,18 @@ def write_rows(
     it must be valid and `start < S`. So are all rows if `valid` is None: `start + T <= S`.
     """
     axes = Axes("write_rows")
-    axes.check(jnp.floating, "B K S H" if slot is None else "* B K S H", rows=rows)
-    axes.check(jnp.floating, "B K T H", new=new)
+    axes.check(_kind(rows), "B K S H" if slot is None else "* B K S H", rows=rows)
+    axes.check(_kind(rows), "B K T H", new=new)
     axes.check(jnp.int32, "", start=start, valid=valid)
     capacity, length = rows.shape[-2], new.shape[2]
-    new = new.astype(rows.dtype)
+    # Few runtimes select between float16 numbers.
+    new = new.astype(jnp.float32 if rows.dtype == jnp.float16 else rows.dtype)
     zero = np.int32(0)
     # Exported programs would add the axis's length to a negative start.
     update = functools.partial(jax.lax.dynamic_update_slice, allow_negative_indices=False)
 
     def put(block: jax.Array, at: jax.Array) -> jax.Array:
+        block = block.astype(rows.dtype)
         if slot is None:
             return update(rows, block, (zero, zero, at, zero))
         return update(rows, block[None], (slot, zero, zero, at, zero))
@@ -213,7 +223,7 @@ def write_rows(
     shifted = jax.lax.dynamic_slice_in_dim(padded, length - shift, length, axis=2)
     index = jnp.arange(length, dtype=jnp.int32) - shift
     fresh = ((index >= 0) & (index < valid)).reshape(1, 1, length, 1)
-    return put(jnp.where(fresh, shifted, old), block_start)
+    return put(jnp.where(fresh, shifted, old.astype(new.dtype)), block_start)
 
 
 # The key-value cache of one batch of sequences, and functions that write into it.
@@ -268,7 +278,8 @@ class Past:
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above at trace time."""
         lead = "" if self.slot is None else "* "
-        axes.check(jnp.floating, f"{lead}B K S H", keys=self.keys, values=self.values)
+        head = "W" if self.keys.dtype == jnp.int8 else "H"
+        axes.check(_kind(self.keys), f"{lead}B K S {head}", keys=self.keys, values=self.values)
         axes.check(jnp.int32, "", slot=self.slot)
         if self.coded is not None:
             self.coded.check(axes)
@@ -374,8 +385,9 @@ class KVCache:
         lead = "" if self.places is None else "* "
         widths = {rows.shape[-1] for rows in self.keys}
         for stack, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
-            head = "H" if len(widths) == 1 else f"H{stack}"
-            axes.check(jnp.floating, f"{lead}B K{stack} S {head}", keys=keys, values=values)
+            # Rows at 8 bits are wider.
+            head = "H" if len(widths) == 1 and keys.dtype != jnp.int8 else f"H{stack}"
+            axes.check(_kind(keys), f"{lead}B K{stack} S {head}", keys=keys, values=values)
         by_node = self.mass is not None and self.mass.ndim == 3
         axes.check(jnp.float32, "B * S" if by_node else "B S", mass=self.mass)
         axes.check(jnp.int32, "", length=self.length)

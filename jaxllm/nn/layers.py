@@ -16,6 +16,7 @@ from jaxllm.config import Activation, RopeConfig
 from jaxllm.kernels import native, native_attention
 from jaxllm.kernels.native import Operand, TableArray
 from jaxllm.kernels.native_call import UsedUnits, value
+from jaxllm.kv import byte_rows
 from jaxllm.kv.cache import Past, TokenPositions
 from jaxllm.kv.states import Source, SourceKV
 
@@ -70,7 +71,6 @@ def over_used_prefix(
 
 
 # Softmax is computed in float32 for any dtype of the activations.
-
 
 # Large but finite: a query with all keys masked must give a uniform softmax, not NaN.
 MASKED = -1e30
@@ -225,6 +225,19 @@ def _attend_apart(
     return _weighted(past[1], weights[..., :rows], q) + _weighted(fresh[1], weights[..., rows:], q)
 
 
+def _attend_narrow(q: jax.Array, past: Past, mask: jax.Array, options: "AttentionOptions") -> jax.Array:
+    """Attention over a cache that is not widened as a whole: products are of its dtype, or of levels (see
+    `jaxllm.kv.byte_rows`)."""
+    keys, values = past.own
+    if keys.dtype == jnp.int8:
+        (keys, key_scales), (values, value_scales) = byte_rows.widened(keys), byte_rows.widened(values)
+        scores = _scores(q, keys) * key_scales
+        return _weighted(values, _masked(scores, q, mask, options).reshape(scores.shape) * value_scales, q)
+    # Scaled before the product, so that scores stay in range.
+    narrow, own = (q * np.float32(options.scale)).astype(keys.dtype), dataclasses.replace(options, scale=1.0)
+    return _weighted(values, _weights(narrow, keys, mask, own), narrow).astype(q.dtype)
+
+
 def _by_head(q: jax.Array) -> jax.Array:
     """Queries `[B, T, K, G, H]` of each kv head, `[B, K, G·T, H]`: they share its keys, so that there is one
     product for each."""
@@ -239,9 +252,12 @@ def _weights(q: jax.Array, k: jax.Array, mask: jax.Array, options: "AttentionOpt
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Products of queries and keys `[B, K, G·T, S]` float32."""
-    keys = k.astype(q.dtype)
-    return jnp.einsum("bkrh,bksh->bkrs", _by_head(q), keys, preferred_element_type=jnp.float32)
+    """Products of queries and keys `[B, K, G·T, S]` float32; what rows have behind the keys is ignored."""
+    heads, wide = _by_head(q), None if q.dtype == jnp.float16 else jnp.float32
+    if more := k.shape[-1] - q.shape[-1]:
+        heads = jnp.concatenate([heads, jnp.zeros((*heads.shape[:-1], more), q.dtype)], axis=-1)
+    scores = jnp.einsum("bkrh,bksh->bkrs", heads, k.astype(q.dtype), preferred_element_type=wide)
+    return scores.astype(jnp.float32)
 
 
 def _masked(scores: jax.Array, q: jax.Array, mask: jax.Array, options: "AttentionOptions") -> jax.Array:
@@ -272,7 +288,7 @@ def _weighted(v: jax.Array, weights: jax.Array, q: jax.Array) -> jax.Array:
     """The sum of values `[B, K, S, H]` by attention weights, in the shape and dtype of the queries."""
     batch, new, kv_heads, group, width = q.shape
     weights = weights.astype(q.dtype).reshape(batch, kv_heads, group * new, -1)
-    out = jnp.einsum("bkrs,bksh->bkrh", weights, v.astype(q.dtype))
+    out = jnp.einsum("bkrs,bksh->bkrh", weights, v.astype(q.dtype))[..., :width]
     return out.reshape(batch, kv_heads * group, new, width).transpose(0, 2, 1, 3).reshape(q.shape)
 
 
@@ -386,6 +402,8 @@ def cached_attention(
         if at.apart:
             out = _attend_apart(q, past.own, fresh, mask, options)
             return out, dataclasses.replace(past, keys=fresh[0], values=fresh[1]), mass
+        if past.keys.dtype == jnp.int8:
+            fresh = jnp.split(byte_rows.rounded(jnp.concatenate(fresh, axis=1)), 2, axis=1)
         past = past.written(at, *fresh)
         keys, values = past.own
         coded, visible = past.coded, mask
@@ -395,6 +413,9 @@ def cached_attention(
             visible = _behind_chunks(at, coded, front[0].shape[2], mask.shape[1], window)
         if options.bias is not None:
             visible = _biased(options.bias, at, visible)
+        # Few queries have fewer scores to widen than the cache has numbers.
+        if keys.dtype == jnp.int8 or (at.narrow and q.shape[1] * q.shape[3] < q.shape[4]):
+            return _attend_narrow(q, past, visible, options), past, mass
         if branches:
             return over_used_prefix(attention_by(options), q, keys, values, visible, at.used_rows), past, mass
         weights = _weights(q, keys, visible, options)

@@ -286,7 +286,7 @@ _ORIGIN_FIELDS: Mapping[str, Callable[[Any], bool]] = {
     "adapter": _is_text,
     "codec": lambda value: isinstance(value, str) and (value == "raw" or value in CODECS),
     "chunk_tokens": _is_size,
-    "dtype": lambda value: value in ("float32", "float16", "bfloat16"),
+    "dtype": lambda value: value in ("float32", "float16", "bfloat16", "int8"),
     "heads": lambda value: _rows(_counts(0, 1 << 16))(value) and 0 < len(value) <= 1 << 12,
     "head_width": lambda value: _is_size(value) and value % 4 == 0,
     "state_bytes": _counts(0, _MAX_STATE_BYTES),

@@ -1,7 +1,7 @@
 """The engine: an open model that answers requests at one of its levels."""
 
 import functools
-import secrets
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -158,6 +158,7 @@ class Engine(Generic[AnyModel]):
         prompt_tokens: int | None = None,
         max_tokens: int = 0,
         progress: Progress | None = None,
+        chats: bool = True,
     ) -> None:
         """Compiles and runs once all buckets and the chat template, or only compiles the buckets of one
         request.
@@ -170,6 +171,7 @@ class Engine(Generic[AnyModel]):
             buckets of its first token; the others are compiled in the background.
           max_tokens: answer length of the one request; 0 if unknown.
           progress: callback for ("compile", buckets done, buckets in all).
+          chats: whether to compile the chat template, which the first chat does otherwise.
         """
         with self.runner.lock:
             self.model.warm_up(
@@ -179,7 +181,7 @@ class Engine(Generic[AnyModel]):
                 max_tokens=max_tokens,
                 progress=progress,
             )
-        if prompt_tokens is None:
+        if chats and prompt_tokens is None:
             self.tokenizer.compile_chat_template()
 
     def set_adapter(self, folder: str | Path | None) -> None:
@@ -314,7 +316,7 @@ class Engine(Generic[AnyModel]):
         return Request(
             prompt=tuple(prompt),
             config=config,
-            seed=secrets.randbits(64) if seed is None else seed,
+            seed=int.from_bytes(os.urandom(8)) if seed is None else seed,
             level=runner.level,
             drafted=self.speculation is not None
             and runner is self.runner

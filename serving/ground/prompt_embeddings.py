@@ -5,7 +5,6 @@ prefixes by ids, and no row equals a token. Such an id is never embedded.
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -58,6 +57,9 @@ class PromptEmbeddings:
             )
         if self.at[-1] >= len(prompt):
             raise ConfigError(f"a row stands at {self.at[-1]}, the prompt has {len(prompt)} tokens")
+        # Here, because few prompts have embeddings, and OpenSSL takes megabytes.
+        import hashlib
+
         placed = list(prompt)
         for at, row in zip(self.at.tolist(), self.rows, strict=True):
             digest = hashlib.blake2b(row.tobytes(), digest_size=4).digest()

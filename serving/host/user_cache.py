@@ -10,7 +10,6 @@ writer.
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import stat
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
+import xxhash
 
 from jaxllm.errors import ConfigError
 from jaxllm.files.atomic import is_there
@@ -37,7 +37,7 @@ def cache_folder() -> Path:
 
 def device_file(facts: Mapping[str, Any], suffix: str) -> Path:
     """Path of a file of times measured on this device, identified by `facts`, plain data."""
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    key = xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())
     return cache_folder() / "profiles" / f"device-{key}{suffix}"
 
 

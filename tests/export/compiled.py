@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-DTYPES = {"int32": np.int32, "float32": np.float32, "bool": np.bool_}
+DTYPES = {"int32": np.int32, "float32": np.float32, "float16": np.float16, "int8": np.int8, "bool": np.bool_}
 
 
 def ran(models, name, given):
@@ -82,7 +82,7 @@ def _answer(model, prompt, count):
     (prefill,) = (each for each in signatures if each.startswith("prefill"))
     details = {name: model.get_input_tensor_details(name) for name in (prefill, "decode")}
     caches = {
-        name: np.zeros(tuple(each["shape"]), np.float32)
+        name: np.zeros(tuple(each["shape"]), DTYPES[np.dtype(each["dtype"]).name])
         for name, each in details["decode"].items()
         if name.startswith("kv_cache")
     }

@@ -1,5 +1,6 @@
 """One tiny elastic model, exported once in each way, and the live engine's answers."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,17 @@ def tflite(subject, tmp_path_factory):
     folder = tmp_path_factory.mktemp("programs") / "tflite"
     _, sharing = export_tflite(subject, folder, PLAN)
     return folder, sharing
+
+
+@pytest.fixture(scope="session", params=["f16", "int8"])
+def narrow(request, subject, tmp_path_factory):
+    """A folder of programs over caches of fewer bits."""
+    pytest.importorskip("litert_converter")
+    from jaxllm.export.tflite import export_tflite
+
+    folder = tmp_path_factory.mktemp("programs") / request.param
+    export_tflite(subject, folder, dataclasses.replace(PLAN, cache=request.param))
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -33,7 +33,7 @@ def packaged(name):
 def exported(path, place, precision="f32", plan=MASKED):
     """A file for LiteRT-LM of a bundle."""
     subject = dataclasses.replace(read_subject(path), tiny_lm=None)
-    out = place / f"{path.stem}-{precision}.litertlm"
+    out = place / f"{path.stem}-{precision}-{plan.cache}.litertlm"
     export_litertlm(subject, out, plan, precision=precision)
     return out
 
@@ -51,9 +51,10 @@ def test_the_gpu_runs_every_operation_and_answers_as_the_cpu(elastic, precision,
 
 
 @gpu
+@pytest.mark.parametrize("cache", ["f32", "f16", "int8"])
 @pytest.mark.parametrize("name", DECODERS)
-def test_the_gpu_runs_packaged_decoders_whole(name, tmp_path):
-    plan = dataclasses.replace(MASKED, context_tokens=128, chunk_tokens=(32,))
+def test_the_gpu_runs_packaged_decoders_whole(name, cache, tmp_path):
+    plan = dataclasses.replace(MASKED, context_tokens=128, chunk_tokens=(32,), cache=cache)
     (model,) = models_of(exported(packaged(name), tmp_path, "int8", plan), tmp_path)
     (path := tmp_path / "model.tflite").write_bytes(model)
     words = ("-m", "tests.export.compiled", path, 1, json.dumps([1, 5, 9]))

@@ -81,6 +81,24 @@ def test_the_answers_are_the_live_engines(library, talk, live, loop, level, draf
     assert bool(found.drafted_tokens) == bool(drafts)
 
 
+def test_narrow_caches_and_their_conversations(library, narrow, tmp_path):
+    handle, loop = library.open(narrow), open_device(narrow, threads=1)
+    talk = library.made("conversation_new", handle)
+    for prompt in PROMPTS:
+        found = library.answer(talk, prompt, max_tokens=12, ignore_end=1)
+        assert found.ids == loop.generate(prompt, CONFIG).tokens
+    first = library.answer(talk, PROMPTS[2], max_tokens=6, ignore_end=1)
+    path = str(tmp_path / "talk").encode()
+    library.call("conversation_save", talk, path)
+    library.free(talk)
+    other = library.made("conversation_load", handle, path, after=(ctypes.byref(Int()),))
+    longer = [*PROMPTS[2], *first.ids, 5, 6]
+    again = library.answer(other, longer, max_tokens=12, ignore_end=1)
+    assert (again.ids, again.reused_tokens) == (loop.generate(longer, CONFIG).tokens, len(longer) - 3)
+    library.free(other)
+    library.close(handle)
+
+
 SAMPLINGS = [
     {"temperature": 1.0},
     {"temperature": 0.7, "top_k": 5},

@@ -167,13 +167,14 @@ TITLES = {
     "tiny_lm": "the tiny LM, which plans calls",
     "adapters": "adapters as an input (decoders alone)",
     "codecs": "codecs of contexts (decoders alone)",
+    "caches": "narrow caches (decoders alone)",
     "precisions": "`--precision`",
 }
 
 
 def cell(value):
     if isinstance(value, tuple):
-        return ", ".join(value)
+        return ", ".join(value) or "no"
     return {True: "yes", False: "no", "": "no"}.get(value, str(value))
 
 

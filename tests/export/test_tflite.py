@@ -11,6 +11,7 @@ import pytest
 from benchmarks.export.run import quantize_folder
 from benchmarks.harness.children import Export
 from jaxllm.errors import ConfigError, JaxllmError, ProgramError
+from jaxllm.export.device.contexts import ProgramContexts
 from jaxllm.export.folder_format.manifest import Manifest, StoredFile
 from jaxllm.export.folder_format.parts import LEFT, RIGHT
 from jaxllm.export.programs.litert import LiteRtExecutor, PackedFolder
@@ -18,10 +19,12 @@ from jaxllm.export.programs.litert_library import keep_programs
 from jaxllm.export.programs.model import ProgramModel, open_program
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
+from jaxllm.serving.contexts.context import Context
 from jaxllm.serving.engine.engine import Engine
+from jaxllm.serving.engine.request import Session
 from jaxllm.text.tokenizer import Tokenizer
 from tests.export.conftest import PLAN
-from tests.export.models import CFG, CONTEXT, PROMPTS, answers, require_same_answers, with_drafts
+from tests.export.models import CFG, CONFIG, CONTEXT, PROMPTS, answers, require_same_answers, with_drafts
 from tests.export.operators import Operator, operators
 from tests.tiny import tiny_params
 
@@ -237,6 +240,39 @@ def test_perplexity_is_near_that_of_floats(request, engine, name, within, level)
     loss = [-each.at(level).runner.score(tokens[:-1], tokens[1:]).mean() for each in (engine, quantized)]
     assert loss[0] != loss[1]
     assert abs(np.exp(loss[1] - loss[0]) - 1) < within
+
+
+def test_narrow_caches_lose_little_and_are_widened_where_they_are_read(narrow, engine):
+    dtype = Manifest.read(narrow).cache_dtype
+    share, within = {"float16": (1 / 2, 1e-4), "int8": ((1 + 4 / CFG.head_dim) / 4, 0.01)}[dtype]
+    found = open_program(narrow, threads=1)
+    sizes = [each.model.executor.manifest.cache_bytes(100, CONTEXT) for each in (found, engine)]
+    assert sizes[0] == sizes[1] * share
+    tokens = PROMPTS[4]
+    loss = [-each.runner.score(tokens[:-1], tokens[1:]).mean() for each in (engine, found)]
+    assert abs(np.exp(loss[1] - loss[0]) - 1) < within
+    for name, counted in operators((narrow / FILE).read_bytes()).items():
+        writes = {each.output for each in counted if each.name == "DYNAMIC_UPDATE_SLICE"}
+        assert writes == {dtype.upper()}, name
+    # One query has fewer scores than the cache has numbers.
+    counted = operators((narrow / FILE).read_bytes())["decode"]
+    products = {each.inputs[0] for each in counted if each.name == "BATCH_MATMUL"}
+    assert products == {"FLOAT16" if dtype == "float16" else "FLOAT32"}
+
+
+def test_a_context_in_narrow_caches_goes_on_after_a_restart(narrow, tmp_path):
+    engine, turns, session = open_program(narrow, threads=1), (PROMPTS[2], PROMPTS[1]), Session()
+    first = engine.stream(turns[0], CONFIG, session=session).result()
+    second = engine.stream([*first.sequence, *turns[1]], CONFIG, session=session).result()
+    contexts = ProgramContexts(engine, tmp_path / "store", budget_bytes=1 << 20)
+    name = contexts.create("app").name
+    found = [Context(contexts, contexts.record("app", name)).answer(turns[0], CONFIG).result().tokens]
+    contexts.close()
+    contexts = ProgramContexts(open_program(narrow, threads=1), tmp_path / "store", budget_bytes=1 << 20)
+    answer = Context(contexts, contexts.record("app", name)).answer(turns[1], CONFIG).result()
+    contexts.close()
+    assert [*found, answer.tokens] == [first.tokens, second.tokens]
+    assert answer.restoration.read
 
 
 # What is refused

@@ -56,6 +56,19 @@ def fed(count, at=0, state=None, length=16, padding=-1):
     return step(caches() if state is None else state, row, places, False)
 
 
+@pytest.mark.parametrize(("dtype", "within"), [(np.float16, 2e-3), (np.int8, 3e-2)])
+def test_narrow_caches_give_nearly_the_logits_of_wide_ones(dtype, within):
+    shapes = cache_shapes(TINY, CONTEXT, np.dtype(dtype))
+    found = fed(16, state={name: np.zeros(shape, dtype) for name, shape in shapes.items()})
+    for at in range(16, 20):
+        row, place = TEXT[None, at : at + 1], np.array([at], np.int32)
+        found = step(found, row, place, True)
+        wanted = np.asarray(whole(TEXT[: at + 1])[-1])
+        change = np.asarray(found.pop("logits"))[0, 0] - wanted
+        assert np.abs(change).max() < within * np.abs(wanted).max()
+    assert {each.dtype for each in found.values()} == {np.dtype(dtype)}
+
+
 @pytest.mark.parametrize("padding", NOT_A_PLACE)
 def test_a_padded_chunk_and_a_step_give_what_the_whole_text_gives(padding):
     out = step(fed(11, padding=padding), TEXT[None, 11:12], np.array([11], np.int32), True)

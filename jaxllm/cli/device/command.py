@@ -8,16 +8,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from jaxllm.cli.chat import Conversation
 from jaxllm.cli.console import answer_facts, draft_facts, print_json, progress_bars, read_text
 from jaxllm.cli.lazy import run_command
 from jaxllm.cli.model_choice import speculation
-from jaxllm.cli.profile import show_profile
-from jaxllm.cli.screen import PlainScreen
 from jaxllm.cli.shared_options import (
     answer_options,
     json_option,
@@ -39,9 +36,7 @@ from jaxllm.export.device.opening import (
     profile_path,
     weights_bytes,
 )
-from jaxllm.export.device.service import ProgramService
-from jaxllm.export.device.store import STATE, ModelStore
-from jaxllm.export.folder_format.manifest import LOOP
+from jaxllm.export.folder_format.manifest import LOOP, STORE
 from jaxllm.export.programs.executor import Accelerator
 from jaxllm.export.programs.model import ProgramModel
 from jaxllm.option_types import Level, Size
@@ -54,6 +49,11 @@ from jaxllm.serving.host.machine import process_age_ms
 from jaxllm.serving.host.process_memory import process_memory, proportional_bytes
 from jaxllm.text.prompts import Prompt
 
+if TYPE_CHECKING:
+    from jaxllm.export.device.service import ProgramService
+    from jaxllm.export.device.store import ModelStore
+
+# Modules that only some commands need are imported there: each takes memory.
 _BUDGET = "256MB"
 # Additional packages of `serve`.
 SERVING_PACKAGES = (
@@ -89,9 +89,13 @@ class _Choice:
     imported_ms: float | None
 
     @property
-    def store(self) -> ModelStore | None:
+    def store(self) -> "ModelStore | None":
         """The store of the programs; None for a folder of them."""
-        return ModelStore(self.place) if (self.place / STATE).is_file() else None
+        if not (self.place / STORE).is_file():
+            return None
+        from jaxllm.export.device.store import ModelStore
+
+        return ModelStore(self.place)
 
     @functools.cached_property
     def folder(self) -> Path:
@@ -128,8 +132,10 @@ class _Choice:
         engine.set_adapter(self.adapter)
         return engine
 
-    def serve(self, folder: Path | None, budget_bytes: int, context_bits: int) -> ProgramService:
+    def serve(self, folder: Path | None, budget_bytes: int, context_bits: int) -> "ProgramService":
         """Opens the service, with contexts if there is a folder for them."""
+        from jaxllm.export.device.service import ProgramService
+
         with progress_bars() as progress:
             return ProgramService.open(
                 self.open(),
@@ -247,6 +253,9 @@ def device(
 @click.pass_obj
 def chat_command(choice: _Choice, system: str | None = None, level: int = FULL_LEVEL, **options: Any) -> None:
     """Talk with the model in the terminal, one turn per line."""
+    from jaxllm.cli.chat import Conversation
+    from jaxllm.cli.screen import PlainScreen
+
     asked, engine = answer_options(options), choice.open(level)
     config = asked.of(engine.tokenizer.files)
     Conversation(engine, config, PlainScreen(), system=system, reopen=choice.open).run()
@@ -332,6 +341,8 @@ def call_command(
 @click.pass_obj
 def profile_command(choice: _Choice, as_json: bool) -> None:
     """Measure every level on this device at every prompt length, for later plans."""
+    from jaxllm.cli.profile import show_profile
+
     engine = choice.open()
     with progress_bars() as progress:
         found = device_profile(engine, threads=choice.threads, whole=True, progress=progress)
@@ -388,6 +399,8 @@ def store_command(choice: _Choice, path: Path, key: Path | None) -> None:
       python device store model --key public.pem
       python model install update.zip
     """
+    from jaxllm.export.device.store import ModelStore
+
     store = ModelStore.make(path, choice.place, key)
     click.echo(f"{path}: release {store.manifest('a').release}; run it with: python {path}")
 
@@ -459,7 +472,7 @@ def main(argv: Sequence[str] | None = None, *, folder: Path | None = None) -> No
     run_command(command, f"python {folder}", argv)
 
 
-def _store(choice: _Choice) -> ModelStore:
+def _store(choice: _Choice) -> "ModelStore":
     if (store := choice.store) is None:
         raise ConfigError(f"{choice.place} is not a store of a model; make one with the command `store`")
     return store

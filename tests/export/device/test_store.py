@@ -19,8 +19,8 @@ from jaxllm.cli.device import command
 from jaxllm.errors import BudgetExceeded, ConfigError, ProgramError
 from jaxllm.export.device import store as store_module
 from jaxllm.export.device import update as update_module
-from jaxllm.export.device.store import STATE, ModelStore
-from jaxllm.export.folder_format.manifest import LOOP, MAIN, MANIFEST, TOKENIZER, Manifest
+from jaxllm.export.device.store import ModelStore
+from jaxllm.export.folder_format.manifest import LOOP, MAIN, MANIFEST, STORE, TOKENIZER, Manifest
 from jaxllm.export.folder_format.publisher import SIGNATURE, read_private_key, read_public_key, sign_folder
 from tests.export.device.conftest import updated, zipped
 
@@ -95,7 +95,7 @@ def test_an_update_is_tried_and_then_used(store, update, folder, sign, tmp_path)
         store.install(third)
         assert store.settled(tries) == store.folder / using
         assert ("level 40 answers otherwise" in store.facts().get("failed", "")) == (tries is FAILS)
-    assert {each.name for each in store.folder.iterdir()} == {STATE, MAIN, "a", "b"}
+    assert {each.name for each in store.folder.iterdir()} == {STORE, MAIN, "a", "b"}
 
 
 def test_a_trial_that_is_ended_from_outside_is_repeated_some_times(store, update):
@@ -202,7 +202,7 @@ def test_storage_that_is_full_leaves_the_model_in_use(store, update, monkeypatch
         late.setattr(update_module.Update, "_copy", full)
         with pytest.raises(BudgetExceeded, match="no storage left for the model"):
             store.install(update)
-    assert {each.name for each in store.folder.iterdir()} == {STATE, MAIN, "a"}
+    assert {each.name for each in store.folder.iterdir()} == {STORE, MAIN, "a"}
     assert store.settled(FAILS).name == "a"
     store.install(update)
     assert store.settled(PASSES).name == "b"
@@ -227,7 +227,7 @@ def test_files_of_others_and_changes_of_others_stay(store, update, tmp_path):
         '{"using": "a", "trying": "a", "files": {}}',
         "{",
     ):
-        (store.folder / STATE).write_text(text)
+        (store.folder / STORE).write_text(text)
         with pytest.raises(ProgramError, match=r"store\.json: malformed"):
             ModelStore(store.folder)
 
