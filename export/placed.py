@@ -21,7 +21,7 @@ from jaxllm.export.folder_format.manifest import Precision
 from jaxllm.export.folder_format.parts import Argument
 from jaxllm.export.lookups import Subgraph
 from jaxllm.export.quantized import ROWS, channel_levels, channel_scales, quantized_adapters
-from jaxllm.export.subject import Subject, shapes_of
+from jaxllm.export.subject import Arrays, Subject, shapes_of
 from jaxllm.models.parameters import param_specs
 
 Form = Literal["f32", "f16", "int8", "int4"]
@@ -76,6 +76,29 @@ def forms_of(subject: Subject, precision: Precision) -> dict[str, Form]:
 def bytes_of(numbers: int, outputs: int, form: Form) -> int:
     """Bytes of a matrix in a form, with its scales and, at 8 bits, zero points."""
     return numbers * _BITS[form] // 8 + {"int8": 12 * outputs, "int4": numbers // 16}.get(form, 0)
+
+
+def as_stored(subject: Subject, precision: Precision) -> Subject:
+    """The subject with its matrices as a runtime reads them at a precision, in float32: rounded when they are
+    read."""
+    forms, specs, adapters = forms_of(subject, precision), param_specs(subject.cfg), dict[str, np.ndarray]()
+    if precision != "f32":
+        adapters, _ = quantized_adapters(subject)
+
+    def read(name: str) -> np.ndarray:
+        if name in adapters or name not in specs or specs[name].role == "vector":
+            return adapters.get(name, subject.arrays[name])
+        array, turned = subject.arrays[name], specs[name].role == "from_units"
+        matrix = np.asarray(array, np.float32).reshape(-1, array.shape[-1])
+        matrix = np.ascontiguousarray(matrix.T) if turned else matrix
+        if forms[name] == "int4":
+            matrix = Blocks.of(matrix).values
+        elif forms[name] == "int8":
+            scale = channel_scales(matrix, 1)
+            matrix = channel_levels(matrix, scale) * scale
+        return (matrix.T if turned else matrix).reshape(array.shape)
+
+    return dataclasses.replace(subject, arrays=Arrays(shapes_of(subject.arrays), read))
 
 
 class PlacedMatrices:

@@ -175,6 +175,16 @@ def sequence_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array
     return plain_product(rows[None], matrix if axis == -1 else matrix.T, -1)[0]
 
 
+def rounded_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+    """`sequence_product` as XNNPACK computes it of weights of 8 or 4 bits: each row of inputs is rounded to 8
+    bits, with a scale and a zero point for its own range."""
+    least = jnp.minimum(rows.min(-1, keepdims=True), 0.0)
+    step = jnp.maximum(jnp.maximum(rows.max(-1, keepdims=True), 0.0) - least, _SMALLEST) / (_TOP - _LEAST)
+    zero = jnp.round(_LEAST - least / step)
+    levels = jnp.clip(jnp.round(rows / step) + zero, _LEAST, _TOP)
+    return sequence_product((levels - zero) * step, matrix, axis)
+
+
 def plain_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
     """Multiplies `rows` `[..., N]` by a matrix whose `axis` is contracted."""
     contracted = 1 if axis == -1 else 0

@@ -27,14 +27,16 @@ from jaxllm.export.folder import finish, new_folder
 from jaxllm.export.folder_format.manifest import Manifest, Precision
 from jaxllm.export.folder_format.parts import LEFT, RIGHT, Argument, ProgramLevel, StageFacts
 from jaxllm.export.folder_format.signature import CODED_KINDS, Signature
-from jaxllm.export.placed import PlacedMatrices, described_weights
+from jaxllm.export.placed import PlacedMatrices, as_stored, described_weights
 from jaxllm.export.programs.litert import LiteRtExecutor, PackedFolder
 from jaxllm.export.quantized import (
+    Product,
     Ranges,
     StaticProduct,
     annotated,
     left_out,
     quantized_subject,
+    rounded_product,
     sequence_product,
     static_level,
     with_shadow,
@@ -164,8 +166,12 @@ def write_tflite(
         if progress is not None:
             progress("export", done + 1, len(signatures))
     sharing = write_model(folder / FILE, convert(made), PlacedMatrices(stored, precision))
+    if precision != "w8a8":
+        # Compared with steps that round as the runtime does: what a model's outliers lose would hide errors.
+        exported = as_stored(exported, precision)
+    params_of = _params_of({}, {}, floats=precision in ("f32", "w8a8"), product=rounded_product)
     with run_of_model(folder / FILE) as run:
-        verify(run, signatures, exported, plan, precision, progress, loops=False)
+        verify(run, signatures, exported, plan, precision, progress, params_of=params_of)
     if stages is not None:
         write_stages(folder, *static[FULL_LEVEL], stages, scales, stored, cache_tokens=plan.context_tokens)
     return sharing
@@ -185,7 +191,11 @@ def with_whole_outputs(subject: Subject, level: int) -> ProgramLevel:
 
 
 def _params_of(
-    scales: Mapping[str, np.ndarray], products: Mapping[str, StaticProduct], *, floats: bool
+    scales: Mapping[str, np.ndarray],
+    products: Mapping[str, StaticProduct],
+    *,
+    floats: bool,
+    product: Product = sequence_product,
 ) -> ParamsOf:
     static = {name: functools.partial(each.of, name) for name, each in products.items()}
 
@@ -196,9 +206,9 @@ def _params_of(
                 continue
             sides = [f"{name}{side}" for side in (LEFT, RIGHT) if f"{name}{side}" in weights]
             for each in () if floats else sides:
-                whole[each] = OwnProduct(whole[each].reshape(len(whole[each]), -1), sequence_product)
+                whole[each] = OwnProduct(whole[each].reshape(len(whole[each]), -1), product)
             if not floats and name not in scales:
-                whole[name] = OwnProduct(whole[name], sequence_product)
+                whole[name] = OwnProduct(whole[name], product)
             if spec.role == "from_units" and weights[name].shape != spec.shape:
                 whole[name] = Prefix(whole[name], spec.shape[0])
         return annotated(whole, cfg, scales=scales, static=static)

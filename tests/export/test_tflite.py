@@ -31,6 +31,7 @@ from tests.tiny import tiny_params
 pytest.importorskip("litert_converter")
 pytest.importorskip("ai_edge_litert")
 
+from jaxllm.export import tflite as exporter
 from jaxllm.export.blocks import BLOCK, Blocks, in_blocks
 from jaxllm.export.quantized import calibrate, quantized_subject
 from jaxllm.export.tflite import FILE, export_tflite
@@ -311,3 +312,22 @@ def test_the_peer_that_quantizes_our_float_model(tflite, live, tmp_path):
     (broken / FILE).write_bytes(b"\0" * (broken / FILE).stat().st_size)
     with pytest.raises(JaxllmError, match="ai-edge-quantizer failed"):
         quantize_folder(Export(broken, 0, 0.0), tmp_path / "other")
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_a_wrong_matrix_in_the_last_layer_is_found_behind_what_rounding_loses(
+    precision, whole, tmp_path, monkeypatch
+):
+    layer = whole.cfg.layers - 1
+    # Of the model as it is compared, so that the file has another matrix.
+    stored = exporter.as_stored
+
+    def other(subject, precision):
+        made = stored(subject, precision)
+        arrays = dict(made.arrays)
+        arrays[f"layers.{layer}.attn.v"] = -arrays[f"layers.{layer}.attn.v"]
+        return dataclasses.replace(made, arrays=arrays)
+
+    monkeypatch.setattr(exporter, "as_stored", other)
+    with pytest.raises(ProgramError, match=rf"differs from its step by [\d.]+% in kv_cache_v_{layer}"):
+        export_tflite(whole, tmp_path / "programs", SHORT, precision=precision)
