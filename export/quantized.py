@@ -175,7 +175,7 @@ def sequence_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array
     return plain_product(rows[None], matrix if axis == -1 else matrix.T, -1)[0]
 
 
-def rounded_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
+def runtime_product(rows: jax.Array, matrix: jax.Array, axis: int) -> jax.Array:
     """`sequence_product` as XNNPACK computes it of weights of 8 or 4 bits: each row of inputs is rounded to 8
     bits, with a scale and a zero point for its own range."""
     least = jnp.minimum(rows.min(-1, keepdims=True), 0.0)

@@ -36,7 +36,7 @@ from jaxllm.export.quantized import (
     annotated,
     left_out,
     quantized_subject,
-    rounded_product,
+    runtime_product,
     sequence_product,
     static_level,
     with_shadow,
@@ -169,7 +169,7 @@ def write_tflite(
     if precision != "w8a8":
         # Compared with steps that round as the runtime does: what a model's outliers lose would hide errors.
         exported = as_stored(exported, precision)
-    params_of = _params_of({}, {}, floats=precision in ("f32", "w8a8"), product=rounded_product)
+    params_of = _params_of({}, {}, floats=precision in ("f32", "w8a8"), product=runtime_product)
     with run_of_model(folder / FILE) as run:
         verify(run, signatures, exported, plan, precision, progress, params_of=params_of)
     if stages is not None:

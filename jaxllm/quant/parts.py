@@ -474,7 +474,7 @@ def embedding_rows(weight: Weight, rows: jax.Array, dtype: DTypeLike) -> jax.Arr
         low = jnp.moveaxis(jnp.take(weight.left, rows, axis=1, mode="clip"), 0, -1).astype(dtype)
         return embedding_rows(weight.base, rows, dtype) + low @ weight.right.astype(dtype)
     if isinstance(weight, OwnProduct):
-        return embedding_rows(weight.base if weight.rows is None else weight.rows, rows, dtype)
+        return embedding_rows(weight.base, rows, dtype)
     if isinstance(weight, BlockedArray):
         levels, scale, minimum = take_blocked_rows(weight, rows)
         return scaled(levels.astype(dtype), scale, minimum, weight.group, -1)

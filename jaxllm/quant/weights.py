@@ -104,12 +104,10 @@ class OwnProduct(Changed):
       base: `[*U, D]`.
       product: called with activations `[M, N]`, the weight as a matrix `[R, C]`, and the axis of the matrix
         that is contracted with N, -1 or -2.
-      rows: the same weight in the format of embedding look-ups, if that differs.
     """
 
     base: "Weight"
     product: Callable[[jax.Array, jax.Array, int], jax.Array] = dataclasses.field(metadata={"static": True})
-    rows: QArray | None = None
 
 
 @jax.tree_util.register_dataclass
