@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <set>
 
 #include "checksum.h"
 #include "system.h"
@@ -113,18 +112,7 @@ Mapped::~Mapped() {
   if (pages_ && pages_ != MAP_FAILED) munmap(pages_, paged_);
 }
 
-void Mapped::GiveBack(const std::vector<size_t>& kept) const {
-  size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE)), from = 0;
-  std::set<size_t> pages;
-  auto before = static_cast<size_t>(data_ - static_cast<char*>(pages_));
-  for (size_t each : kept)
-    for (size_t end : {each, each + 3}) pages.insert((before + end) / page * page);
-  pages.insert(paged_);
-  for (size_t each : pages) {
-    if (each > from) madvise(static_cast<char*>(pages_) + from, each - from, MADV_DONTNEED);
-    from = each + page;
-  }
-}
+void Mapped::GiveBack() const { madvise(pages_, paged_, MADV_DONTNEED); }
 
 Folder::Folder(const std::string& path) {
   std::map<std::string, std::unique_ptr<Mapped>> files;

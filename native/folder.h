@@ -24,8 +24,8 @@ class Mapped {
   std::string_view view() const { return {data_, bytes_}; }
   // The same bytes, to be changed for this process.
   char* data() { return data_; }
-  // Gives back its memory, but for the pages of some bytes; what is read again comes from the file.
-  void GiveBack(const std::vector<size_t>& kept = {}) const;
+  // Gives back its memory, with what was changed; what is read again comes from the file.
+  void GiveBack() const;
 
  private:
   void* pages_ = nullptr;

@@ -1,11 +1,10 @@
 #include "programs.h"
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
-
-#include "model.h"
 
 namespace jaxllm {
 namespace {
@@ -61,6 +60,70 @@ std::vector<int> Cheapest(int tokens, const std::vector<int>& lengths, size_t co
     if (found.empty() || cost < best) best = cost, found = std::move(plan);
   }
   return found;
+}
+
+// Fields of tables in LiteRT's schema: of a model, of a signature; and a subgraph's tensors, inputs, outputs
+// and operators.
+constexpr size_t kSubgraphs = 2, kSignatures = 7, kKey = 2, kSubgraph = 4, kLists = 4;
+
+// A flatbuffer, whose tables are at offsets; 0 is an absent one.
+class Tables {
+ public:
+  Tables(char* data, size_t bytes) : data_(data), bytes_(bytes) {
+    Require(reinterpret_cast<uintptr_t>(data) % 4 == 0, JAXLLM_INVALID,
+            "model.tflite begins at an offset that is no multiple of 4; align it");
+  }
+
+  template <typename Number = uint32_t>
+  Number& At(size_t place) const {
+    Require(place < bytes_ && sizeof(Number) <= bytes_ - place && place % sizeof(Number) == 0,
+            JAXLLM_DAMAGED, "model.tflite is damaged; export the model again");
+    return *reinterpret_cast<Number*>(data_ + place);
+  }
+  // The place of a field, and of the vector or string that it refers to.
+  size_t Field(size_t table, size_t index) const {
+    size_t facts = table - static_cast<size_t>(At<int32_t>(table)), at = 4 + 2 * index;
+    uint16_t offset = at < At<uint16_t>(facts) ? At<uint16_t>(facts + at) : 0;
+    return offset ? table + offset : 0;
+  }
+  size_t List(size_t table, size_t index) const {
+    size_t field = Field(table, index);
+    return field ? field + At(field) : 0;
+  }
+  std::vector<size_t> Members(size_t vector) const {
+    std::vector<size_t> found;
+    for (size_t each = vector + 4, end = each + 4 * size_t{At(vector)}; each < end; each += 4)
+      found.push_back(each + At(each));
+    return found;
+  }
+
+ private:
+  char* data_;
+  size_t bytes_;
+};
+
+// Empties the subgraphs of a model's file that none of the signatures `names` runs, and removes the other
+// signatures, in place.
+void KeepPrograms(Mapped& file, const std::set<std::string>& names) {
+  Tables tables(file.data(), file.view().size());
+  size_t root = tables.At(0), list = tables.List(root, kSignatures);
+  std::vector<size_t> subgraphs = tables.Members(tables.List(root, kSubgraphs)), kept;
+  std::set<size_t> used, unused;
+  for (size_t each : tables.Members(list)) {
+    // Absent, it is the first.
+    size_t field = tables.Field(each, kSubgraph), subgraph = field ? tables.At(field) : 0;
+    Require(subgraph < subgraphs.size(), JAXLLM_DAMAGED, "model.tflite is damaged; export the model again");
+    size_t key = tables.List(each, kKey);
+    bool wanted = names.count(std::string(file.view().substr(key + 4, tables.At(key)))) > 0;
+    (wanted ? used : unused).insert(subgraph);
+    if (wanted) kept.push_back(each);
+  }
+  for (size_t each : unused)
+    for (size_t index = 0; index < kLists && !used.count(each); ++index)
+      if (size_t place = tables.List(subgraphs[each], index)) tables.At(place) = 0;
+  tables.At(list) = static_cast<uint32_t>(kept.size());
+  for (size_t index = 0, slot = list + 4; index < kept.size(); ++index, slot += 4)
+    tables.At(slot) = static_cast<uint32_t>(kept[index] - slot);
 }
 
 }  // namespace
@@ -138,7 +201,7 @@ void Programs::Compile() {
   if (compiled_) LiteRtDestroyCompiledModel(std::exchange(compiled_, nullptr));
   if (model_) LiteRtDestroyModel(std::exchange(model_, nullptr));
   file_.GiveBack();
-  std::vector<size_t> changed = KeepPrograms(file_.data(), file_.view().size(), open_);
+  KeepPrograms(file_, open_);
   Check(LiteRtCreateModelFromBuffer(environment_, file_.data(), file_.view().size(), &model_),
         "open model.tflite");
   Handle options = nullptr, cpu = nullptr;
@@ -154,8 +217,9 @@ void Programs::Compile() {
   if (!status) status = LiteRtCreateCompiledModel(environment_, model_, options, &compiled_);
   LiteRtDestroyOptions(options);
   Check(status, "compile model.tflite");
-  // The packed weights are a copy.
-  file_.GiveBack(changed);
+  // The packed weights are a copy. The model's list stays as it was opened.
+  file_.GiveBack();
+  KeepPrograms(file_, open_);
   auto there = Listed();
   for (auto& [key, program] : programs_)
     if (open_.count(program.name)) program.index = there.at(program.name).first;
