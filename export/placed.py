@@ -114,13 +114,13 @@ class PlacedMatrices:
     def place(self, schema: Any, model: Any, data: bytes) -> None:
         """Makes the arguments that are matrices constants of an unpacked model; `data` has its bytes."""
         for signature in model.signatureDefs:
-            graph = model.subgraphs[signature.subgraphIndex]
+            subgraph = model.subgraphs[signature.subgraphIndex]
             given = {int(each.tensorIndex): each.name.decode() for each in signature.inputs}
             found = {at: name for at, name in given.items() if name.startswith(MATRIX)}
             signature.inputs = [each for each in signature.inputs if int(each.tensorIndex) not in found]
-            graph.inputs = [each for each in graph.inputs if int(each) not in found]
+            subgraph.inputs = [each for each in subgraph.inputs if int(each) not in found]
             names = {at: name.removeprefix(MATRIX) for at, name in found.items()}
-            self._place(Subgraph(schema, model, graph, data), names)
+            self._place(Subgraph(schema, model, subgraph, data), names)
 
     def _place(self, own: Subgraph, found: Mapping[int, str]) -> None:
         """Places the arrays of a subgraph, whose names `found` has by tensor."""
