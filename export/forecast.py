@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxllm.bundle.layout import segment_of
 from jaxllm.checkpoints.huggingface import read_config
-from jaxllm.config import FULL_LEVEL
+from jaxllm.config import FULL_LEVEL, ModelConfig
 from jaxllm.errors import ConfigError
 from jaxllm.export.contents import require_family
 from jaxllm.export.folder_format.manifest import CHAT, LOOP, MAIN, MANIFEST, TOKENIZER, Precision
@@ -81,13 +81,13 @@ def forecast(subject: Subject, plan: ExportPlan, *, kind: str, precision: Precis
         f"files: {'one' if kind == 'litertlm' else ', '.join(names)}",
         f"weights: {_mb(stored.total())} ({parts})",
     ]
+    dtype = np.dtype(plan.cache_name)
     for level, entry in subject.levels.items():
         rooms = sorted({plan.room(each) for each in signatures if each.level == level})
-        sizes = [4 * sum(map(math.prod, cache_shapes(entry.cfg, room).values())) for room in rooms]
+        sizes = [_cache_bytes(entry.cfg, room, dtype) for room in rooms]
         of = ", ".join(f"{room} tokens {_mb(size)}" for room, size in zip(rooms, sizes, strict=True))
         lines.append(f"caches of level {level}: {of}")
-    whole = cache_shapes(subject.cfg, max(map(plan.room, signatures)))
-    caches = 4 * sum(map(math.prod, whole.values()))
+    caches = _cache_bytes(subject.cfg, max(map(plan.room, signatures)), dtype)
     ((name, largest),) = floats.most_common(1)
     most = _mb(2 * largest + 4 * caches + FIXED_BYTES)
     lines.append(
@@ -95,6 +95,10 @@ def forecast(subject: Subject, plan: ExportPlan, *, kind: str, precision: Precis
         f"and {_mb(FIXED_BYTES)}; packed weights are in a file beside the output"
     )
     return lines
+
+
+def _cache_bytes(cfg: ModelConfig, tokens: int, dtype: np.dtype) -> int:
+    return dtype.itemsize * sum(map(math.prod, cache_shapes(cfg, tokens, dtype).values()))
 
 
 def _mb(size: float) -> str:

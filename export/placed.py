@@ -11,7 +11,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
@@ -86,17 +86,23 @@ def as_stored(subject: Subject, precision: Precision) -> Subject:
         adapters, _ = quantized_adapters(subject)
 
     def read(name: str) -> np.ndarray:
-        if name in adapters or name not in specs or specs[name].role == "vector":
-            return adapters.get(name, subject.arrays[name])
-        array, turned = subject.arrays[name], specs[name].role == "from_units"
-        matrix = np.asarray(array, np.float32).reshape(-1, array.shape[-1])
-        matrix = np.ascontiguousarray(matrix.T) if turned else matrix
-        if forms[name] == "int4":
-            matrix = Blocks.of(matrix).values
-        elif forms[name] == "int8":
-            scale = channel_scales(matrix, 1)
-            matrix = channel_levels(matrix, scale) * scale
-        return (matrix.T if turned else matrix).reshape(array.shape)
+        if name in adapters:
+            return adapters[name]
+        array = subject.arrays[name]
+        if name not in specs or specs[name].role == "vector":
+            return array
+        turned = specs[name].role == "from_units"
+        made = np.empty(array.shape, np.float32)
+        whole, out = (each.reshape(-1, each.shape[-1]) for each in (array, made))
+        whole, out = (whole.T, out.T) if turned else (whole, out)
+        for rows, place in _in_chunks(whole):
+            if forms[name] == "int4":
+                rows = Blocks.of(rows).values
+            elif forms[name] == "int8":
+                scale = channel_scales(rows, 1)
+                rows = channel_levels(rows, scale) * scale
+            out[place] = rows
+        return made
 
     return dataclasses.replace(subject, arrays=Arrays(shapes_of(subject.arrays), read))
 
@@ -223,13 +229,12 @@ class PlacedMatrices:
 
     def _write(self, file: BinaryIO, buffers: Any, matrix: Matrix, array: Any) -> None:
         parts = self._parts[matrix]
-        (count, columns), largest = max(parts.items())
+        (count, _), largest = max(parts.items())
         whole = array.reshape(-1, matrix.width)
         whole = whole.T if matrix.turned else whole
-        at, scales, step = buffers[largest.buffers[0]].offset, [], max(1, _CHUNK_NUMBERS // columns)
+        at, scales = buffers[largest.buffers[0]].offset, []
         known = self._scales.get(matrix.stored)
-        for first in range(0, count, step):
-            rows = np.ascontiguousarray(whole[first : min(first + step, count)], np.float32)
+        for rows, place in _in_chunks(whole[:count]):
             content = rows.astype(np.float16) if matrix.form == "f16" else rows
             if matrix.form == "int4":
                 blocks = Blocks.of(rows)
@@ -238,7 +243,7 @@ class PlacedMatrices:
             elif matrix.form == "int8":
                 own = channel_scales(rows, 1)
                 if known is not None:
-                    own = known[first : first + len(rows), None] if len(known) > 1 else known[:, None]
+                    own = known[place, None] if len(known) > 1 else known[:, None]
                 content = channel_levels(rows, own).astype(np.int8)
                 scales.append(own.astype(np.float32).reshape(-1))
             file.seek(at)
@@ -248,3 +253,11 @@ class PlacedMatrices:
             file.write(np.concatenate(scales).view(np.uint8).data)
         for part in parts.values() if matrix.form == "int8" else ():
             part.facts.scale = np.concatenate(scales)[: len(part.facts.scale)]
+
+
+def _in_chunks(matrix: np.ndarray) -> Iterator[tuple[np.ndarray, slice]]:
+    """Some rows of a matrix at a time, in float32, and where they are: rounding holds several copies."""
+    step = max(1, _CHUNK_NUMBERS // matrix.shape[-1])
+    for first in range(0, len(matrix), step):
+        place = slice(first, min(first + step, len(matrix)))
+        yield np.ascontiguousarray(matrix[place], np.float32), place
