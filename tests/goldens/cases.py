@@ -3,9 +3,9 @@
 A case's name is the golden's file, a dash and its name in there. Cases read the same prompts, so that answers
 of runners that must agree can be compared by eye. Every model is tiny and random, or packaged, or SmolLM2.
 
-Recorded are the answers of the native kernels for AVX-512. Models are so sure of theirs that no token hangs
-on the order in which floats are summed: other instruction sets, other processors and any number of threads
-give the same, with three exceptions that `reason_to_skip` names.
+Recorded are the answers of the native kernels for AVX-512. Most models are so sure of theirs that no token
+hangs on the order in which floats are summed: other instruction sets, other processors and any number of
+threads give the same, with exceptions that `reason_to_skip` names.
 """
 
 import contextlib
@@ -533,6 +533,11 @@ _WITHOUT_KERNELS = (
     "programs-drafted_by_a_model", "programs-drafted_by_a_level", "programs-drafted_by_n_grams",
     "programs-drafted_by_a_model_and_lookup",
 )  # fmt: skip
+# Of 8 bits, where two tokens are nearly as likely, so that a step of an activation decides.
+_NEAR_TIES = (
+    "memory-growing_cache", "request-end_of_text", "request-turns", "packaged-default", "streamed-int8",
+    "drafts-streamed_by_a_model", "drafts-streamed_by_n_grams",
+)  # fmt: skip
 
 
 def reason_to_skip(name: str) -> str | None:
@@ -546,7 +551,8 @@ def reason_to_skip(name: str) -> str | None:
         return "recorded with native kernels, which round activations to 8 bits as XLA does not"
     if name.startswith("smollm2") and not SMOLLM2.is_file():
         return "SmolLM2-135M-Instruct is missing"
-    if ("int4" in name or name.startswith("smollm2")) and kernels.name != _RECORDED_WITH:
+    rounds = "int4" in name or name.startswith("smollm2") or name in _NEAR_TIES
+    if rounds and kernels.name != _RECORDED_WITH:
         return (
             f"recorded with {_RECORDED_WITH}: {kernels.name} sums groups of weights in another order, "
             "and activations then round to another step now and then"

@@ -180,7 +180,7 @@ CHANGES = [
     {"used": True}, {"origin": None}, {"more": 1}, {"created_s": 1.5}, {"model": "a\nb"},
     {"model": "x" * 5000}, {"level": 0}, {"level": 101}, {"level": True}, {"adapter": []}, {"codec": "zip"},
     {"codec": []}, {"chunk_tokens": 0}, {"chunk_tokens": 3}, {"chunk_tokens": 1 << 40}, {"tokenizer": None},
-    {"tokenizer": "é"}, {"dtype": "int8"}, {"dtype": {}}, {"heads": []}, {"heads": [1, -1]}, {"heads": 5},
+    {"tokenizer": "é"}, {"dtype": "int16"}, {"dtype": {}}, {"heads": []}, {"heads": [1, -1]}, {"heads": 5},
     {"heads": [10**9] * 3}, {"head_width": 6}, {"head_width": 0},
 ]  # fmt: skip
 
