@@ -102,8 +102,8 @@ Mapped::Mapped(int descriptor, int64_t offset, int64_t bytes, const std::string&
   int64_t before = offset % sysconf(_SC_PAGESIZE);
   bytes_ = static_cast<size_t>(bytes);
   paged_ = bytes_ + static_cast<size_t>(before);
-  pages_ = mmap(nullptr, paged_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, descriptor,
-                offset - before);
+  pages_ =
+      mmap(nullptr, paged_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, descriptor, offset - before);
   if (pages_ == MAP_FAILED) throw Failure(JAXLLM_SYSTEM, name + " cannot be mapped: " + std::strerror(errno));
   data_ = static_cast<char*>(pages_) + before;
 }

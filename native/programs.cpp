@@ -76,8 +76,8 @@ class Tables {
 
   template <typename Number = uint32_t>
   Number& At(size_t place) const {
-    Require(place < bytes_ && sizeof(Number) <= bytes_ - place && place % sizeof(Number) == 0,
-            JAXLLM_DAMAGED, "model.tflite is damaged; export the model again");
+    Require(place < bytes_ && sizeof(Number) <= bytes_ - place && place % sizeof(Number) == 0, JAXLLM_DAMAGED,
+            "model.tflite is damaged; export the model again");
     return *reinterpret_cast<Number*>(data_ + place);
   }
   // The place of a field, and of the vector or string that it refers to.
