@@ -1,7 +1,7 @@
 """Runs a step with the weights of one layer in memory at a time.
 
 The traced operations of a step are divided where they begin to use another layer's weights. Each segment is
-compiled and run by itself, equal ones, as of equal layers, compiled once.
+compiled and run alone, equal ones, as of equal layers, compiled once.
 """
 
 import gc

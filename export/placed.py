@@ -79,11 +79,10 @@ def bytes_of(numbers: int, outputs: int, form: Form) -> int:
 
 
 def as_stored(subject: Subject, precision: Precision) -> Subject:
-    """The subject with its matrices as a runtime reads them at a precision, in float32: rounded when they are
+    """The subject with its matrices as a runtime reads them at 8 or 4 bits, in float32: rounded when they are
     read."""
-    forms, specs, adapters = forms_of(subject, precision), param_specs(subject.cfg), dict[str, np.ndarray]()
-    if precision != "f32":
-        adapters, _ = quantized_adapters(subject)
+    forms, specs = forms_of(subject, precision), param_specs(subject.cfg)
+    adapters, _ = quantized_adapters(subject)
 
     def read(name: str) -> np.ndarray:
         if name in adapters:
@@ -97,11 +96,10 @@ def as_stored(subject: Subject, precision: Precision) -> Subject:
         whole, out = (whole.T, out.T) if turned else (whole, out)
         for rows, place in _in_chunks(whole):
             if forms[name] == "int4":
-                rows = Blocks.of(rows).values
-            elif forms[name] == "int8":
+                out[place] = Blocks.of(rows).values
+            else:
                 scale = channel_scales(rows, 1)
-                rows = channel_levels(rows, scale) * scale
-            out[place] = rows
+                out[place] = channel_levels(rows, scale) * scale
         return made
 
     return dataclasses.replace(subject, arrays=Arrays(shapes_of(subject.arrays), read))

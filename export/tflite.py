@@ -166,10 +166,10 @@ def write_tflite(
         if progress is not None:
             progress("export", done + 1, len(signatures))
     sharing = write_model(folder / FILE, convert(made), PlacedMatrices(stored, precision))
-    if precision != "w8a8":
-        # Compared with steps that round as the runtime does: what a model's outliers lose would hide errors.
-        exported = as_stored(exported, precision)
-    params_of = _params_of({}, {}, floats=precision in ("f32", "w8a8"), product=runtime_product)
+    rounds = precision in ("int8", "int4")
+    # Compared with steps that round as the runtime does: what a model's outliers lose would hide errors.
+    exported = as_stored(exported, precision) if rounds else exported
+    params_of = _params_of({}, {}, floats=not rounds, product=runtime_product)
     with run_of_model(folder / FILE) as run:
         verify(run, signatures, exported, plan, precision, progress, params_of=params_of)
     if stages is not None:

@@ -146,7 +146,7 @@ def run_of_folder(folder: Path, subject: Subject) -> Run:
 
 @contextlib.contextmanager
 def run_of_model(path: Path) -> Iterator[Run]:
-    """Runs the signatures of a `.tflite` model by LiteRT, over weights that it packs in a file beside it.
+    """Runs the signatures of a `.tflite` model by LiteRT, over weights packed in a file of its folder.
 
     Raises:
       ProgramError: LiteRT refuses the model.

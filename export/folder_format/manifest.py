@@ -110,7 +110,6 @@ def write_tokenizer(path: Path, files: TokenizerFiles) -> None:
 ProgramFormat = Literal["stablehlo", "tflite", "live"]
 Precision = Literal["f32", "bf16", "int8", "int4", "w8a8"]
 CacheDtype = Literal["float32", "bfloat16", "float16", "int8"]
-_ITEM_BYTES: Mapping[CacheDtype, int] = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 Found = TypeVar("Found")
 
 MANIFEST = "program.json"
@@ -225,7 +224,7 @@ class Manifest:
         return self._bytes(self.source_shapes(level))
 
     def _bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        return _ITEM_BYTES[self.cache_dtype] * sum(map(math.prod, shapes.values()))
+        return np.dtype(self.cache_dtype).itemsize * sum(map(math.prod, shapes.values()))
 
     def cache_tokens(self, level: int) -> tuple[int, ...]:
         """Lengths of caches that a level has programs for, ascending."""

@@ -206,8 +206,8 @@ class LiteRtExecutor(Executor):
         file, *others = {each.file for each in manifest.signatures}
         if others or manifest.cache_dtype == "bfloat16":
             raise ProgramError(
-                f"{folder} is not a single model over float32 or float16 caches, which LiteRT needs; export "
-                "it again"
+                f"{folder} is not a single model over caches of float32, float16 or int8, as LiteRT needs; "
+                "export it again"
             )
         self._path = manifest.require_intact(folder, file)
         # Kept, because another folder may be put in its place before all programs are open.

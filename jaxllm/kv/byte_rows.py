@@ -1,7 +1,7 @@
 """Rows of a cache at 8 bits: the levels of a head's numbers, and a scale of their own.
 
 A row `[H + 4]` int8 has the levels, from -127 to 127, the exponent of the scale, and three zeros, since rows
-are multiples of 4 bytes. Level 127 stands for 2 to the power of an eighth of the exponent. Runtimes of
+are multiples of 4 bytes. Level 127 is 2 to the power of an eighth of the exponent. Runtimes of
 exported programs widen such rows quickly, and scales apply to the scores of rows, not to their numbers.
 """
 
