@@ -17,29 +17,24 @@ if TYPE_CHECKING:
 
 # Longer runs of forced tokens are fed in several dispatches, so that text streams.
 _MOST_FORCED = 64
-# Shares of tokens that a grammar does not refuse, by whether it allows most tokens, before any is known.
-_FIRST_SHARES = {True: 0.97, False: 0.9}
-# Weight of a token in its share, and of the first share when a token was masked.
-_WEIGHT, _RETURN = 0.08, 0.02
-# Times relative to a token under its mask: of each further token of a block until it is known, and at most
-# (else a wrong one would never be measured again), and of a draft with its verification.
+# Shares of tokens whose masks are nested in the one before, by whether that allows most tokens, before any
+# are known; of how many tokens they count as the mean, and the least weight of another token.
+_FIRST_SHARES = {True: 0.9, False: 0.5}
+_FIRST_COUNT, _WEIGHT = 12, 0.03
+# Times relative to a dispatch of one token: of each further one until it is known, and at most (else a wrong
+# one would never be measured again), and of a draft with its verification.
 _FURTHER, _MOST_FURTHER, _DRAFTED = 0.8, 0.9, 1.3
 
 
 class GuidedDecoding(Decoding):
     """Decodes one answer under a grammar, with log-probabilities, or both.
 
-    Tokens are sampled in two ways that give the same answer:
-      freely   several without a mask, plainly or with drafts, up to the first that the grammar refuses. A
-               token that is the best of all is the best of those allowed, too: the noise is the same. Not
-               for samplers that drop unlikely tokens, whose choice depends on the mask, and not for states,
-               which cannot be rolled back.
-      masked   one, with the mask added to the sampler's bias, so that all runners and buckets work unchanged.
-               Where the prefill of one token costs no more than its decoding, it begins before the mask is
-               there.
-    The shares of tokens that were not refused choose between them. Forced tokens are fed together as a
-    prefill chunk; a thought is decoded in blocks. Log-probabilities require the logits after each token, from
-    a prefill of one token.
+    A mask is added to the sampler's bias, so that all runners and buckets work unchanged. Several tokens are
+    sampled under one mask, plainly or with drafts, where the next masks are likely to be nested in it (see
+    `Matcher.offer`), such as within a string, and cut where they are not; but states cannot be rolled back.
+    Where the prefill of one token costs no more than its decoding, it begins before the mask is there. Forced
+    tokens are fed together as a prefill chunk; a thought is decoded in blocks. Log-probabilities require the
+    logits after each token, from a prefill of one token.
     """
 
     def __init__(
@@ -53,7 +48,7 @@ class GuidedDecoding(Decoding):
         """See the class.
 
         Args:
-          free: decodes without masks.
+          free: decodes a thought and tokens that share a mask.
           matcher: the grammar's; None for any text.
           top_logprobs: see `GenerationConfig`.
           filters: whether the sampler drops unlikely tokens (see `Sampling.filters`).
@@ -69,9 +64,9 @@ class GuidedDecoding(Decoding):
         exact = getattr(self.runner.options, "exact_chunks", False)
         self.waits = matcher is not None and exact and self._feeds_floats(1)
         self._cannot_rollback = self.runner.cfg.states is not None
-        self._chances = None if filters or self._cannot_rollback else Chances()
-        # Whether the next tokens are sampled without a mask.
-        self._freely, self._began_s = False, 0.0
+        self._chances, self._filters = None if self._cannot_rollback else Chances(), filters
+        # Whether the next tokens are sampled together, and the tokens of the last dispatch and its beginning.
+        self._together, self._sampled, self._began_s = False, 0, 0.0
         # The sampler before the dispatch.
         self._before: SamplerState | None = None
         if self.logprobs is not None and not self._feeds_floats(1):
@@ -85,29 +80,30 @@ class GuidedDecoding(Decoding):
         return self._free.cache_tokens(tokens)
 
     def limit(self, pace: int, remaining: int) -> int:
-        """See `Decoding`: in a thought as in a free answer; else the tokens that are worth sampling freely,
+        """See `Decoding`: in a thought as in a free answer; else the tokens that are worth sampling together,
         or the forced tokens plus one, regardless of the pace."""
         return self._limit(self._free, pace, remaining)
 
     def _limit(self, free: Decoding, pace: int, remaining: int) -> int:
-        self._began_s, self._freely = time.perf_counter(), False
+        began_s, self._began_s = self._began_s, time.perf_counter()
+        sampled, self._sampled, self._together = self._sampled, 0, False
         if self.matcher is None or self.logprobs is not None:
             return 1
         if self.matcher.unbounded:
             most = self.matcher.most_unbounded or remaining
-            self._freely = True
-            return 1 if self._cannot_rollback else free.limit(pace, min(remaining, most))
+            self._together = not self._cannot_rollback
+            return free.limit(pace, min(remaining, most)) if self._together else 1
         if self.waits and not self.matcher.soon():
             return min(remaining, _MOST_FORCED + 1)
-        limit = min(remaining, len(self.matcher.forced(_MOST_FORCED)) + 1)
-        if self._jumps(limit - 1):
-            return limit
-        if self._chances is None:
-            return 1
+        forced = len(self.matcher.forced(_MOST_FORCED))
+        if self._chances is not None and sampled:
+            self._chances.learn(self.matcher.nested, sampled, self._began_s - began_s)
+        if forced or self._chances is None or self.matcher.complete:
+            return min(remaining, forced + 1) if self._jumps(forced) else 1
         most = free.limit(pace, remaining)
         worth = self._chances.tokens(self.matcher.wide, most, one_pass=free.one_pass)
-        self._freely = worth > 0
-        return max(1, worth)
+        self._together = worth > 1
+        return worth
 
     def first(self, logits: Any, sampler: SamplerState) -> tuple[np.ndarray, SamplerState]:
         """See `Decoding`: samples a token `[1]` from logits and advances the grammar."""
@@ -122,12 +118,8 @@ class GuidedDecoding(Decoding):
 
     def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
         """See `Decoding`. No tokens if the grammar turns out to allow none after the last one."""
-        if self._freely:
-            found = self.kept(self._free.decode(self._asked(row, len(cached)), cached))
-            if found.tokens:
-                return found
-            row = dataclasses.replace(row, cache=found.cache, sampler=found.sampler, limit=1)
-            self._began_s, self._freely = time.perf_counter(), False
+        if self._together:
+            return self.kept(self._free.decode(self._asked(row, len(cached)), cached))
         cache, sampler, at = row.cache, row.sampler, len(cached)
         fed, logits = [int(np.asarray(row.token)[0])], None
         if self.waits and self.matcher is not None and not self.matcher.ready:
@@ -167,29 +159,26 @@ class GuidedDecoding(Decoding):
 
     def batch_row(self, row: BatchRow, cached: Sequence[int]) -> BatchRow | None:
         """See `Decoding`: forced tokens are fed in a dispatch of their own."""
-        forces = not self._freely and self._forced(row.limit - 1, row.sampler)
+        forces = not self._together and self._forced(row.limit - 1, row.sampler)
         return None if forces else self._asked(row, len(cached))
 
     def kept(self, found: DecodedRow) -> DecodedRow:
-        """See `Decoding`: without masks, up to the first token that the grammar refuses or the end of a
-        thought."""
-        matcher: Any = self.matcher
-        tokens, before = found.tokens, self._before
+        """See `Decoding`: of tokens that were sampled together those before the grammar cuts them, or a
+        thought ends."""
+        matcher, tokens, before = self.matcher, found.tokens, self._before
+        assert matcher is not None
         assert before is not None, "`kept` before `batch_row`"
         found = dataclasses.replace(found, sampler=_unmasked(found.sampler, before))
-        if not self._freely:
-            if self._chances is not None and matcher is not None:
-                self._chances.masked(time.perf_counter() - self._began_s)
+        self._sampled = len(tokens)
+        if not self._together:
             self._take(tokens[0])
             return found
         if NO_TOKEN in tokens:
             return found
-        wide = None if matcher.unbounded else matcher.wide
-        kept = matcher.offer(tokens, self._jumps)
-        if wide is not None and self._chances is not None:
-            took_s = time.perf_counter() - self._began_s
-            refused = kept < len(tokens) and not self._jumps(len(matcher.forced(_MOST_FORCED)))
-            self._chances.offered(wide, kept, len(tokens), refused=refused, took_s=took_s)
+        unbounded = matcher.unbounded
+        kept = matcher.offer(tokens, self._jumps, same=self._filters)
+        if self._chances is not None and not unbounded:
+            self._chances.kept(kept, len(tokens))
         if kept == len(tokens):
             return found
         # The attention mass of what is cut stays: so few tokens hardly change it.
@@ -198,16 +187,14 @@ class GuidedDecoding(Decoding):
         return DecodedRow(tokens[:kept], found.cache, sampler, accepted)
 
     def _asked(self, row: BatchRow, cached: int) -> BatchRow:
-        """The arguments of a dispatch of tokens with or without masks."""
-        plain = self._freely and not (self.matcher is not None and self.matcher.unbounded)
-        sampler = row.sampler if plain else self._masked(row.sampler)
+        """The arguments of a dispatch under a mask."""
         # The dispatch takes the arrays that change.
         progress: Any = (np.array(row.sampler.counts), np.array(row.sampler.drawn))
         self._before = row.sampler.after(progress)
         # The cache may be ahead of what was kept.
         cache = dataclasses.replace(row.cache, length=np.int32(cached))
-        limit = row.limit if self._freely else 1
-        return dataclasses.replace(row, cache=cache, sampler=sampler, limit=limit)
+        limit = row.limit if self._together else 1
+        return dataclasses.replace(row, cache=cache, sampler=self._masked(row.sampler), limit=limit)
 
     def _take(self, token: int) -> None:
         if self.matcher is not None and token != NO_TOKEN:
@@ -228,7 +215,7 @@ class GuidedDecoding(Decoding):
             return sampler
         allowed = self.matcher.allowed()
         bias = np.where(allowed, np.asarray(sampler.bias), np.float32(-np.inf))
-        if np.isneginf(bias).all():
+        if bias.max() == -np.inf:
             some = np.flatnonzero(allowed)
             raise ConfigError(
                 f"logit_bias forbids every token that the grammar allows here ({len(some)}, such as "
@@ -246,51 +233,50 @@ class GuidedDecoding(Decoding):
 
 
 class Chances:
-    """How many tokens are worth sampling without a mask, by the shares that the grammar did not refuse and
-    the times of dispatches."""
+    """How many tokens are worth sampling under one mask, by the shares of masks that were nested in the one
+    before and the times of dispatches."""
 
     def __init__(self) -> None:
-        # The share where most tokens are allowed, and elsewhere.
-        self._shares = dict(_FIRST_SHARES)
-        self._refused = False
-        # Time of a token under its mask, and of each further token of a block; 0 until they are known.
-        self._masked_s = self._further_s = 0.0
+        # Where most tokens are allowed, and elsewhere; and where the last token was sampled.
+        self._shares, self._wide, self._cut = dict(_FIRST_SHARES), False, False
+        self._counts = dict.fromkeys(_FIRST_SHARES, _FIRST_COUNT)
+        # Time of a dispatch of one token, 0 until it is known, and that of each further token relative to it.
+        self._first_s, self._further = 0.0, _FURTHER
 
     def tokens(self, wide: bool, most: int, *, one_pass: bool) -> int:
-        """Number of tokens to sample in the next dispatch, at most `most`; 0 to sample one under its mask.
+        """Number of tokens to sample in the next dispatch, at least 1 and at most `most`.
 
         Args:
           wide: whether the mask allows most tokens.
           most: limit of the dispatch.
           one_pass: see `Decoding`.
         """
-        if self._refused or most < 2:
-            # The next token is known to need its mask.
-            return 0
-        further = self._further_s / self._masked_s if self._further_s and self._masked_s else _FURTHER
-        first, further = (_DRAFTED, 0.0) if one_pass else (1.0, min(further, _MOST_FURTHER))
-        share = self._shares[wide]
-        # A token is used if none before it was refused; a token under a mask costs 1.
-        counts = np.arange(1, most + 1)
-        rates = np.cumsum(share**counts) / (first + further * (counts - 1))
-        best = int(rates.argmax())
-        return best + 1 if rates[best] > 1 else 0
+        self._wide = wide
+        first, further = (_DRAFTED, 0.0) if one_pass else (1.0, min(self._further, _MOST_FURTHER))
+        # A token is used if all masks before it were nested.
+        more = np.arange(most)
+        rates = np.cumsum(self._shares[wide] ** more) / np.where(more, first + further * more, 1.0)
+        return int(rates.argmax()) + 1
 
-    def offered(self, wide: bool, kept: int, tokens: int, *, refused: bool, took_s: float) -> None:
-        """Learns from tokens of one dispatch, of which the first `kept` were used; the next was `refused`, or
-        is fed in another way."""
-        self._refused = refused
-        for each in range(min(kept + 1, tokens)):
-            self._shares[wide] += _WEIGHT * ((each < kept) - self._shares[wide])
-        if tokens > 1 and took_s > self._masked_s > 0:
-            self._further_s = _mean(self._further_s, (took_s - self._masked_s) / (tokens - 1))
+    def kept(self, kept: int, tokens: int) -> None:
+        """Learns from `tokens` tokens of one dispatch, of which the first `kept` were used."""
+        self._cut = kept < tokens
+        for _ in range(kept - 1):
+            self._learn(True)
 
-    def masked(self, took_s: float) -> None:
-        """Learns from a token under its mask; what was refused often is tried again later."""
-        self._refused = False
-        for wide, first in _FIRST_SHARES.items():
-            self._shares[wide] += _RETURN * (first - self._shares[wide])
-        self._masked_s = _mean(self._masked_s, took_s)
+    def learn(self, nested: bool, tokens: int, took_s: float) -> None:
+        """Learns whether the mask after the last token is nested, and the time of a dispatch."""
+        self._learn(nested and not self._cut)
+        self._cut = False
+        if tokens == 1:
+            self._first_s = _mean(self._first_s, took_s)
+        elif took_s > self._first_s > 0:
+            self._further = _mean(self._further, (took_s / self._first_s - 1) / (tokens - 1))
+
+    def _learn(self, nested: bool) -> None:
+        wide = self._wide
+        self._counts[wide] += 1
+        self._shares[wide] += max(_WEIGHT, 1 / self._counts[wide]) * (nested - self._shares[wide])
 
 
 def token_logprob(logits: np.ndarray, token: int, top: int) -> TokenLogprob:

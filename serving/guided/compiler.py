@@ -116,7 +116,9 @@ class Matcher:
 
     Attributes:
       unbounded, most_unbounded: whether any tokens may follow, and how many; never here.
-      channel: socket of its process, readable when the matcher is ready; None before it has one.
+      channel: socket of its process, readable when the matcher is ready; None if it has none.
+      nested: whether no token may follow the last ones that could not have come instead of the first of them,
+        and none is forced: tokens may then be sampled together (see `offer`).
       completed: whether the end of the text was forced because the answer would have reached its length.
     """
 
@@ -130,7 +132,7 @@ class Matcher:
           most_tokens: maximum length of the answer. Before it is reached, the end of a text in JSON is forced
             (see `completed`); None for no limit.
         """
-        self.completed, self._most_tokens = False, most_tokens
+        self.completed, self.nested, self._most_tokens = False, False, most_tokens
         self.channel: socket.socket | None = None
         self._compiled, self._text_tokens, self._stops = compiled, compiled.text_tokens, compiled.stops
         self._failure: WorkerEnded | None = None
@@ -142,6 +144,12 @@ class Matcher:
         self._takes_s = 0.0
         self._forced: collections.deque[int] = collections.deque()
         self._set(*parsed_state(compiled.first))
+        try:
+            # Its process starts while the prompt is read.
+            self.channel = _handed(compiled.control)
+            weakref.finalize(self, self.channel.close)
+        except WorkerEnded as error:
+            self._failure = error
 
     @property
     def ready(self) -> bool:
@@ -236,30 +244,29 @@ class Matcher:
             else:
                 self._send([token])
 
-    def offer(self, tokens: Sequence[int], jumps: Callable[[int], bool]) -> int:
-        """Advances by tokens that were sampled without masks, up to the first that is not allowed, or that is
-        fed in another way: returns their number, after waiting for the mask of the next one.
+    def offer(self, tokens: Sequence[int], jumps: Callable[[int], bool], *, same: bool = False) -> int:
+        """Advances by tokens that were sampled under one mask, up to the first that might be another under
+        its own, or that is fed in another way: returns their number, at least 1, after waiting for the mask
+        of the next one.
 
         Args:
-          tokens: tokens to take.
+          tokens: tokens to take, the first of which is allowed.
           jumps: whether a number of forced tokens are fed as a chunk.
+          same: whether the masks must be equal (see `_Following.follow`).
         """
         self.wait()
         before, text = self._taken, list(itertools.takewhile(self._is_text, tokens))
-        while rest := text[self._taken - before :]:
-            if self._forced:
-                if jumps(len(self._forced)) or rest[0] != self._forced[0]:
-                    break
-                self.take(rest[:1])
-            elif self._mask[rest[0]]:
-                self._send(rest)
-                self.wait()
-            else:
+        if text:
+            self._send(text, same=same)
+            self.wait()
+        while (rest := text[self._taken - before :]) and self._forced and not jumps(len(self._forced)):
+            if rest[0] != self._forced[0]:
                 break
+            self.take(rest[:1])
         taken = self._taken - before
         # A token that ends the answer changes no state.
         ends = taken == len(text) < len(tokens) and tokens[taken] in self._stop_set
-        return taken + (ends and self._may_end and not self._forced)
+        return taken + (ends and (taken == 0 or self.nested) and self._may_end)
 
     @property
     def wide(self) -> bool:
@@ -270,24 +277,20 @@ class Matcher:
     def _is_text(self, token: int) -> bool:
         return token >= 0 and token not in self._stop_set and bool(self._text_tokens[token])
 
-    def _send(self, tokens: Sequence[int]) -> None:
-        """Requests the mask after tokens; if that fails, `wait` raises the error."""
-        if self.channel is None:
-            try:
-                self.channel = _handed(self._compiled.control)
-                weakref.finalize(self, self.channel.close)
-            except WorkerEnded as error:
-                self._failure = error
+    def _send(self, tokens: Sequence[int], *, same: bool = False) -> None:
+        """Requests the mask after tokens (see `offer`); if that fails, `wait` raises the error."""
         self._asked_s = time.monotonic()
         if self.channel is not None:
             # A process that has ended is found by `wait`.
             left = NO_LIMIT if self._most_tokens is None else max(0, self._most_tokens - self._taken)
             with contextlib.suppress(OSError):
-                send(self.channel, array.array("I", [left, *tokens]).tobytes())
+                send(self.channel, array.array("I", [left, same, *tokens]).tobytes())
 
-    def _set(self, taken: int, may_end: bool, completed: bool, forced: list[int], mask: bytes) -> None:
+    def _set(
+        self, taken: int, may_end: bool, completed: bool, nested: bool, forced: list[int], mask: bytes
+    ) -> None:
         self._taken += taken
-        self.completed = completed
+        self.completed, self.nested = completed, nested
         self._forced.extend(forced)
         bits = np.frombuffer(mask, np.uint8)
         unpacked = np.unpackbits(bits, bitorder="little", count=len(self._text_tokens))

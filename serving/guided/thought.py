@@ -157,14 +157,22 @@ class ThoughtMatcher:
     @property
     def wide(self) -> bool:
         """See `Matcher`."""
-        return not self._may_open and self._grammar is not None and self._grammar.wide
+        return self._follows and self._grammar is not None and self._grammar.wide
 
-    def offer(self, tokens: Sequence[int], jumps: Callable[[int], bool]) -> int:
+    @property
+    def nested(self) -> bool:
+        """See `Matcher`."""
+        return self._follows and self._grammar is not None and self._grammar.nested
+
+    @property
+    def _follows(self) -> bool:
+        """Whether only the grammar restricts the next tokens."""
+        return not (self._may_open or self._forced or self.unbounded)
+
+    def offer(self, tokens: Sequence[int], jumps: Callable[[int], bool], *, same: bool = False) -> int:
         """See `Matcher`; in a thought, up to its end."""
-        if not self.unbounded:
-            if self._may_open or self._forced or self._grammar is None:
-                return 0
-            taken = self._grammar.offer(tokens, jumps)
+        if self._follows and self._grammar is not None:
+            taken = self._grammar.offer(tokens, jumps, same=same)
             self._taken += taken
             return taken
         for count, token in enumerate(tokens, 1):

@@ -59,8 +59,8 @@ _COMPLEX = (
 _WARM_UP = {"kind": "json", "text": "", "stop_ids": (), "text_tokens": 1 << 30, "completed": False}
 _LENGTH = struct.Struct(">Q")
 # Number of tokens that were taken, whether the text may end after the forced tokens, whether they complete
-# it, and their number.
-_HEAD = struct.Struct(">I??I")
+# it, whether the mask is nested, and the number of forced tokens.
+_HEAD = struct.Struct(">I???I")
 # Number of tokens that may follow, where any number may.
 NO_LIMIT = (1 << 32) - 1
 # Processor time to find the end of a text.
@@ -158,10 +158,10 @@ def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") 
     # The process of an answer receives tokens, and sends the state after them.
     channel = _forked(control)
     while channel and (message := receive(channel)):
-        left, *tokens = array.array("I", message)
+        left, same, *tokens = array.array("I", message)
         try:
             with _processor_time(STEP_S):
-                state = answer.follow(tokens, left)
+                state = answer.follow(tokens, left, same=bool(same))
         except BaseException as error:
             send(channel, b"\0" + one_line(error).encode())
             return
@@ -179,6 +179,9 @@ class _Following:
         # Of the text so far (see `_tail`).
         self._text = b""
         self.shortest, self._checked = 0, NO_LIMIT
+        self._last_end = list[int]()
+        # The last mask, and whether the text may end there.
+        self._mask, self._may_end = b"", False
         self._last, self._stops = request["text_tokens"], frozenset(request["stop_ids"])
         limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         kind, text = request["kind"], request["text"]
@@ -190,30 +193,46 @@ class _Following:
         if self._matcher.is_error():
             raise ValueError(error)
 
-    def follow(self, tokens: Sequence[int] = (), left: int = NO_LIMIT) -> bytes:
-        """Advances by tokens, up to one that is not allowed or after which others are forced, and by these:
-        the new state.
+    def follow(self, tokens: Sequence[int] = (), left: int = NO_LIMIT, *, same: bool = False) -> bytes:
+        """Advances by tokens that were sampled under the last mask, up to one that its own does not allow or
+        whose own is not nested, or after which others are forced, and by these: the new state.
+
+        A mask is nested if it allows nothing that the first one, before all tokens, did not: then a token
+        that is the best under the first one and allowed by its own is the best under its own, too.
 
         Args:
           tokens: tokens, the first of which is allowed.
           left: number of tokens that may follow before them; `NO_LIMIT` for any number.
+          same: whether only equal masks count as nested.
 
         Returns:
           Number of tokens taken, whether the text may end after the forced tokens that follow, whether these
-          complete a text that would otherwise be cut, they, and the mask of the tokens after them.
+          complete a text that would otherwise be cut, whether the mask is nested, they, and the mask of the
+          tokens after them.
         """
-        taken, (forced, ended) = 0, ([], False) if tokens else self._forced_by(left)
+        before, may_end = self._mask, self._may_end
+        taken, nested, (forced, ended) = 0, True, ([], False) if tokens else self._forced_by(left)
         for token in tokens:
-            if forced or ended or (taken and not self._matcher.validate_tokens([token])):
+            if forced or ended or not nested or (taken and not _has(self._mask, token)):
                 break
             self._take([token])
             taken += 1
             forced, ended = self._forced_by(left if left == NO_LIMIT else left - taken)
-        mask = self._matcher.compute_bitmask()
-        self._require_sound()
-        mask = bytes(len(mask)) if ended else mask
-        head = _HEAD.pack(taken, self._matcher.is_accepting(), ended, len(forced))
+            nested = self._masked(before, may_end, same)
+        if not tokens:
+            self._masked(b"", False, same)
+        mask = bytes(len(self._mask)) if ended else self._mask
+        head = _HEAD.pack(taken, self._may_end, ended, nested and not forced and not ended, len(forced))
         return head + array.array("I", forced).tobytes() + mask
+
+    def _masked(self, before: bytes, may_end: bool, same: bool) -> bool:
+        """Computes the mask: whether it is nested in another one (see `follow`)."""
+        self._mask, self._may_end = self._matcher.compute_bitmask(), self._matcher.is_accepting()
+        self._require_sound()
+        if same or self._mask == before:
+            return (self._mask, self._may_end) == (before, may_end)
+        more = int.from_bytes(self._mask) & ~int.from_bytes(before)
+        return not more and self._may_end <= may_end
 
     def _take(self, tokens: list[int]) -> None:
         for token in tokens:
@@ -240,14 +259,26 @@ class _Following:
         """
         if left > self._checked:
             return None
-        end, more = self.end(), self.shortest + _KEY_TOKENS
+        end, more = self._kept_end(), self.shortest + _KEY_TOKENS
+        if end is None or left - len(end) <= more:
+            end = self.end()
         if end is None or len(end) > left:
             # Nor will an end fit later, unless this was not the shortest one.
             self._checked = left // 2
             return None
-        spare = left - len(end) - more
+        self._last_end, spare = end, left - len(end) - more
         self._checked = left - spare // (more + 1) - 1
         return end if spare <= 0 else None
+
+    def _kept_end(self) -> list[int] | None:
+        """The last end that was found, or its rest, if the text can go on with it, as within a string."""
+        for first in range(len(self._last_end)):
+            rest = self._last_end[first:]
+            if self._matcher.validate_tokens(rest) == len(rest):
+                matcher = self._matcher.deep_copy()
+                if matcher.consume_tokens(rest) is not False and matcher.is_accepting():
+                    return rest
+        return None
 
     def end(self) -> list[int] | None:
         """Tokens that end the text soon, if they are found in time."""
@@ -284,11 +315,11 @@ class _Following:
             raise ValueError(self._matcher.get_error())
 
 
-def parsed_state(state: bytes) -> tuple[int, bool, bool, list[int], bytes]:
+def parsed_state(state: bytes) -> tuple[int, bool, bool, bool, list[int], bytes]:
     """Parses a state (see `_Following.follow`)."""
-    taken, may_end, completed, count = _HEAD.unpack_from(state)
+    *head, count = _HEAD.unpack_from(state)
     end = _HEAD.size + 4 * count
-    return taken, may_end, completed, array.array("I", state[_HEAD.size : end]).tolist(), state[end:]
+    return *head, array.array("I", state[_HEAD.size : end]).tolist(), state[end:]
 
 
 @functools.cache

@@ -265,7 +265,7 @@ class ResidentRunner(LevelRunner):
         tokens, count, cache, progress = self.buckets.get(bucket)(
             self.model.params, row.token, row.cache, sampler.fixed, sampler.progress, end
         )
-        return DecodedRow(np.asarray(tokens)[0, : int(count)].tolist(), cache, sampler.after(progress))
+        return DecodedRow(np.asarray(tokens)[0, : np.asarray(count)].tolist(), cache, sampler.after(progress))
 
     def verify(
         self,

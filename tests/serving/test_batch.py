@@ -133,7 +133,7 @@ def test_answers_join_and_leave_between_dispatches(engine):
 
 @needs_native
 def test_answers_under_grammars_share_dispatches(engine, monkeypatch):
-    """Masked, sampled freely and cut, in a thought, and with forced tokens, beside plain ones."""
+    """With a mask each, sampled together and cut, in a thought, and with forced tokens, beside plain ones."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
     thought = Thought(opening="<think>", closing="</think>", opened=True, most_tokens=5)
     grammars = [
@@ -147,12 +147,12 @@ def test_answers_under_grammars_share_dispatches(engine, monkeypatch):
     monkeypatch.setattr(
         type(batch), "decode_batch", lambda self, each: rows.append(each) or decode_batch(self, each)
     )
-    for most_free, some in ((None, grammars), (0, grammars), (3, grammars[:1] * 3)):
-        if most_free is not None:
+    for most, some in ((None, grammars), (1, grammars), (3, grammars[:1] * 3)):
+        if most is not None:
             monkeypatch.setattr(
                 Chances,
                 "tokens",
-                lambda self, wide, most, one_pass, free=most_free: 0 if self._refused else min(most, free),
+                lambda self, wide, limit, one_pass, most=most: min(limit, most),
             )
         runs = [begun(engine, number, tokens=40, grammar=each) for number, each in enumerate(some)]
         check(engine, ended([*runs, begun(engine, 4, tokens=20)]))

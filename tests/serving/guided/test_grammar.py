@@ -179,11 +179,11 @@ def test_without_a_file_or_a_process_left_a_grammar_is_tried_again(fresh_compile
         patch.setattr(socket, "socketpair", none_left)
         with pytest.raises(GrammarLate, match=r"Too many open files.*ask again"):
             fresh_compiler.matcher(grammar, STOPS)
-    matcher = fresh_compiler.matcher(grammar, STOPS)
-    token = int(np.flatnonzero(matcher.allowed())[0])
+    fresh_compiler.matcher(grammar, STOPS)
     with monkeypatch.context() as patch:
         patch.setattr(socket, "socketpair", none_left)
-        matcher.take([token])
+        matcher = fresh_compiler.matcher(grammar, STOPS)
+        take_first(matcher)
         with pytest.raises(GrammarLate, match=r"after 0 tokens now: .*Too many open files"):
             matcher.wait()
     assert first_process(fresh_compiler) == group, "it was ended, though nothing was wrong with it"

@@ -96,7 +96,7 @@ def random_answer():
         draw, found, tokens, last = np.random.default_rng(seed), following(text, kind), [], []
         while True:
             state = found.follow(last, most - len(tokens) + len(last))
-            taken, may_end, completed, forced, mask = worker.parsed_state(state)
+            taken, may_end, completed, _, forced, mask = worker.parsed_state(state)
             assert taken == len(last)
             tokens += forced
             allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=VOCAB_SIZE)
