@@ -27,6 +27,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import io
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -202,8 +203,14 @@ def _build(file: Any, models: Sequence[Path], tokenizer: Path, facts: Path, with
     for each in without:
         builder.add_system_metadata(library.Metadata(key="Without", value=each, dtype=library.DType.STRING))
     builder.add_llm_metadata(str(facts))
+    # The runtime's own choice on a GPU is float16, in which models with large outliers overflow: SmolLM2 then
+    # repeats one token. An NPU's three models are quantized by their compiler.
+    numbers = "fp32" if len(models) == 1 else None
     for each in models:
-        builder.add_tflite_model(str(each), library.TfLiteModelType[each.name])
+        # The builder prints it.
+        with contextlib.redirect_stdout(io.StringIO()):
+            kind = library.TfLiteModelType[each.name]
+            builder.add_tflite_model(str(each), kind, prefer_activation_type=numbers)
     builder.add_hf_tokenizer(str(tokenizer))
     builder.build(file, validate_metadata=True)
 

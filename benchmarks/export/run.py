@@ -1,10 +1,11 @@
 """Measures a model live and in every form that it can be exported in, side by side.
 
-All are made of the same float weights, each by a command of its own. `jaxllm` is the live engine on them,
-`jaxllm-live-steps` the steps that programs are made of, jitted: the difference between it and
-`jaxllm-stablehlo` is what exporting costs. TFLite models run through our loop on LiteRT (`jaxllm-tflite-...`)
-and, as a bundle, through LiteRT-LM; the float one that Google's AI Edge Quantizer has quantized, and
-llama.cpp, stand beside them where these are installed. Each runs in a process of its own, in alternation.
+All are made of the same float weights, each by a command of its own. `jaxllm` is the live engine on them and
+`jaxllm-int8` on 8 bits, `jaxllm-live-steps` the steps that programs are made of, jitted: the difference
+between it and `jaxllm-stablehlo` is what exporting costs. TFLite models run through our loop on LiteRT
+(`jaxllm-tflite-...`) and, at 8 bits as a bundle, through LiteRT-LM; the float one that Google's AI Edge
+Quantizer has quantized, and llama.cpp at 8 bits, stand beside them where these are installed. Each runs in a
+process of its own, in alternation; LiteRT-LM, which only its own benchmark times, after them.
 
 Parts of TFLite programs are measured by themselves: sampling inside of programs, W8A8 with its shadow, and
 stage programs on two processors in each order, beside the simulator's times of the same stages, and beside
@@ -53,7 +54,7 @@ from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS, cache_lengths
 from jaxllm.text.tokenizer import Tokenizer
 
-LIVE, STEPS, STABLEHLO = "jaxllm", "jaxllm-live-steps", "jaxllm-stablehlo"
+LIVE, LIVE_INT8, STEPS, STABLEHLO = "jaxllm", "jaxllm-int8", "jaxllm-live-steps", "jaxllm-stablehlo"
 TFLITE = {precision: f"jaxllm-tflite-{precision}" for precision in ("f32", "int8", "w8a8")}
 EDGE_QUANTIZER = "AI-Edge-Quantizer"
 LITERT_LM = "LiteRT-LM"
@@ -114,7 +115,7 @@ def _format_rows(model: Path, bench: Run[Plan]) -> list[Row]:
         exports = make_exports(path, Path(scratch), context, plan.text, bench.tell)
         with process.opened(_openings(folder, path, exports, bench), bench.progress) as children:
             systems = [
-                process.System(name, child, (BLOCKS,) if name == LIVE else tuple(child.settings))
+                process.System(name, child, (BLOCKS,) if name in (LIVE, LIVE_INT8) else tuple(child.settings))
                 for name, child in children.items()
             ]
             results = process.alternate(systems, vocab, plan=plan, progress=bench.progress)
@@ -153,6 +154,7 @@ def _openings(
     programs = {name: each.path for name, each in exports.items() if name != LITERT_LM}
     return {
         LIVE: process.opening_of(plan, "jaxllm", folder, "f32", **ours),
+        LIVE_INT8: process.opening_of(plan, "jaxllm", folder, "int8", **ours),
         STEPS: process.opening_of(plan, "live-steps", bundle, "f32", **steps),
         **{name: process.opening_of(plan, "programs", path) for name, path in programs.items()},
         **llama_cpp(folder, bench),
@@ -199,7 +201,7 @@ def opening_rows(
 _BESIDE = {
     STABLEHLO: (STEPS, LIVE),
     TFLITE["f32"]: (LIVE,),
-    TFLITE["int8"]: (LLAMA_CPP, EDGE_QUANTIZER, TFLITE["f32"]),
+    TFLITE["int8"]: (LIVE_INT8, LLAMA_CPP, EDGE_QUANTIZER, TFLITE["f32"]),
     TFLITE["w8a8"]: (TFLITE["int8"],),
 }
 
@@ -214,7 +216,7 @@ def speed_rows(
         if ours in beside:
             shown = process.rate_rows(results, beside, plan, ours=ours)
             rows += [each for each in shown if each.system == ours]
-    for name in (LIVE, STEPS, LLAMA_CPP, EDGE_QUANTIZER):
+    for name in (LIVE, LIVE_INT8, STEPS, LLAMA_CPP, EDGE_QUANTIZER):
         rows += process.rate_rows(results, [name], plan, ours=name) if name in systems else []
     if runtime is not None:
         for prompt, phase in itertools.product(plan.prompt_tokens, ("prefill", "decode")):
@@ -232,7 +234,8 @@ def agreement_rows(
     tokenizer: Tokenizer,
     runtime: Mapping[str, Any] | None,
 ) -> list[Row]:
-    """How many greedy answers are the live engine's, token by token; LiteRT-LM's as text."""
+    """How many greedy answers are the live engine's, token by token; LiteRT-LM's as text, where there are
+    such those of the programs of 8 bits."""
 
     def answers(child: process.Child) -> list[list[int]]:
         return [child.answer(each, answer_tokens - 1, child.settings[0])["ids"] for each in prompts]
@@ -245,8 +248,8 @@ def agreement_rows(
             same = sum(one == other for one, other in zip(answers(child), wanted, strict=True))
             rows.append(row(case, "agreement", same / len(prompts), system=system))
     if runtime is not None and runtime["texts"]:
-        stops = set(tokenizer.eos_ids)
-        texts = []
+        stops, texts = set(tokenizer.eos_ids), list[str]()
+        wanted = answers(children[TFLITE["int8"]]) if TFLITE["int8"] in children else wanted
         for each in wanted:
             end = next((at for at, token in enumerate(each) if token in stops), len(each))
             texts.append(tokenizer.decode(each[:end]))
@@ -307,7 +310,7 @@ def _commands(scratch: Path, context_tokens: int, text: Path | None) -> dict[str
         STABLEHLO: ["--format", "stablehlo", "--platform", platform, *sizes, *tree],
         TFLITE["f32"]: ["--format", "tflite", *sizes, *tree],
         TFLITE["int8"]: ["--format", "tflite", "--precision", "int8", *sizes, *tree],
-        LITERT_LM: ["--format", "litertlm", *sizes],
+        LITERT_LM: ["--format", "litertlm", "--precision", "int8", *sizes],
     }
     if text is not None:
         part = scratch / "calibration.txt"

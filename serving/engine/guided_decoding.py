@@ -188,9 +188,11 @@ class GuidedDecoding(Decoding):
 
     def _asked(self, row: BatchRow, cached: int) -> BatchRow:
         """The arguments of a dispatch under a mask."""
-        # The dispatch takes the arrays that change.
-        progress: Any = (np.array(row.sampler.counts), np.array(row.sampler.drawn))
-        self._before = row.sampler.after(progress)
+        self._before = row.sampler
+        if self._together:
+            # The dispatch takes the arrays that change, and what is cut needs them.
+            progress: Any = (np.array(row.sampler.counts), np.array(row.sampler.drawn))
+            self._before = row.sampler.after(progress)
         # The cache may be ahead of what was kept.
         cache = dataclasses.replace(row.cache, length=np.int32(cached))
         limit = row.limit if self._together else 1

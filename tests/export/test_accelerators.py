@@ -15,6 +15,7 @@ from jaxllm.export.subject import read_subject
 from jaxllm.export.tflite import export_tflite
 from tests.export.compiled import on_gpu, partitions
 from tests.export.models import CHUNKS, CONTEXT, PROMPTS, models_of
+from tests.tiny import TINY, tiny_params, write_tiny_bundle
 
 pytest.importorskip("litert_converter")
 pytest.importorskip("litert_lm")
@@ -88,8 +89,18 @@ _STORY = (
 def test_the_runtime_of_language_models_answers_on_its_gpu_as_on_the_cpu(tmp_path):
     plan = dataclasses.replace(MASKED, context_tokens=128)
     bundle = exported(packaged("draft"), tmp_path, plan=plan)
-    # The GPU computes in float16, to which random weights would be too sensitive.
     cpu, gpu = on_gpu(DRIVER, tmp_path, "-c", _ASKED, bundle, 128, _STORY)
+    assert cpu == gpu
+    assert all(cpu)
+
+
+@gpu
+def test_activations_beyond_float16_are_computed_in_float32(tmp_path):
+    """Norms undo a factor of all that is added up, as large as outliers are: in float16 it overflows."""
+    added = ("embed.tokens", ".attn.o", ".ffn.down")
+    params = {name: 3000 * each if name.endswith(added) else each for name, each in tiny_params(TINY).items()}
+    bundle = exported(write_tiny_bundle(tmp_path / "large.jaxllm", params=params), tmp_path)
+    cpu, gpu = on_gpu(DRIVER, tmp_path, "-c", _ASKED, bundle, CONTEXT, "the cat")
     assert cpu == gpu
     assert all(cpu)
 
