@@ -59,10 +59,9 @@ TFLITE = {precision: f"jaxllm-tflite-{precision}" for precision in ("f32", "int8
 EDGE_QUANTIZER = "AI-Edge-Quantizer"
 LITERT_LM = "LiteRT-LM"
 LLAMA_CPP = "llama.cpp"
-VERIFY_TOKENS = 64
 # Of StableHLO, as `jaxllm export` has it.
 BLOCK_TOKENS = 16
-CALIBRATION_BYTES = 1 << 16
+VERIFY_TOKENS, CALIBRATION_BYTES = 64, 1 << 16
 # Formats, and the module that writes them.
 _NEEDED = {"stablehlo": "flatbuffers", "tflite": "litert_converter", "litertlm": "litert_lm_builder"}
 
@@ -248,11 +247,10 @@ def agreement_rows(
             same = sum(one == other for one, other in zip(answers(child), wanted, strict=True))
             rows.append(row(case, "agreement", same / len(prompts), system=system))
     if runtime is not None and runtime["texts"]:
-        stops, texts = set(tokenizer.eos_ids), list[str]()
+        stops = set(tokenizer.eos_ids)
         wanted = answers(children[TFLITE["int8"]]) if TFLITE["int8"] in children else wanted
-        for each in wanted:
-            end = next((at for at, token in enumerate(each) if token in stops), len(each))
-            texts.append(tokenizer.decode(each[:end]))
+        said = [itertools.takewhile(lambda token: token not in stops, each) for each in wanted]
+        texts = [tokenizer.decode([*each]) for each in said]
         same = sum(one.strip() == other.strip() for one, other in zip(runtime["texts"], texts, strict=True))
         rows.append(row(case, "agreement", same / len(prompts), system=LITERT_LM))
     return rows

@@ -169,16 +169,15 @@ class GuidedDecoding(Decoding):
         assert matcher is not None
         assert before is not None, "`kept` before `batch_row`"
         found = dataclasses.replace(found, sampler=_unmasked(found.sampler, before))
-        self._sampled = len(tokens)
+        self._sampled = 0 if matcher.unbounded else len(tokens)
         if not self._together:
             self._take(tokens[0])
             return found
         if NO_TOKEN in tokens:
             return found
-        unbounded = matcher.unbounded
         kept = matcher.offer(tokens, self._jumps, same=self._filters)
-        if self._chances is not None and not unbounded:
-            self._chances.kept(kept, len(tokens))
+        if self._chances is not None and self._sampled:
+            self._chances.kept(kept, self._sampled)
         if kept == len(tokens):
             return found
         # The attention mass of what is cut stays: so few tokens hardly change it.
