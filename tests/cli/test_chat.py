@@ -119,7 +119,12 @@ def test_the_level_of_an_elastic_model(run: Run, tmp_path: Path) -> None:
 
 # On a terminal
 
-PROMPT, MAIN = "\x1b[?2004h", "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+# A shell that runs the tests in the background has them ignore interrupts.
+MAIN = (
+    "import fcntl, signal, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+    "signal.signal(signal.SIGINT, signal.default_int_handler); "
+)
+PROMPT = "\x1b[?2004h"
 
 
 class Terminal:
