@@ -59,9 +59,10 @@ TFLITE = {precision: f"jaxllm-tflite-{precision}" for precision in ("f32", "int8
 EDGE_QUANTIZER = "AI-Edge-Quantizer"
 LITERT_LM = "LiteRT-LM"
 LLAMA_CPP = "llama.cpp"
+VERIFY_TOKENS = 64
 # Of StableHLO, as `jaxllm export` has it.
 BLOCK_TOKENS = 16
-VERIFY_TOKENS, CALIBRATION_BYTES = 64, 1 << 16
+CALIBRATION_BYTES = 1 << 16
 # Formats, and the module that writes them.
 _NEEDED = {"stablehlo": "flatbuffers", "tflite": "litert_converter", "litertlm": "litert_lm_builder"}
 
@@ -240,17 +241,16 @@ def agreement_rows(
         return [child.answer(each, answer_tokens - 1, child.settings[0])["ids"] for each in prompts]
 
     case = f"{len(prompts)} answers of {answer_tokens} tokens"
-    wanted = answers(children[LIVE])
-    rows = []
-    for system, child in children.items():
-        if system not in (LIVE, LLAMA_CPP):
-            same = sum(one == other for one, other in zip(answers(child), wanted, strict=True))
+    found = {system: answers(child) for system, child in children.items() if system != LLAMA_CPP}
+    wanted, rows = found[LIVE], list[Row]()
+    for system, ids in found.items():
+        if system != LIVE:
+            same = sum(one == other for one, other in zip(ids, wanted, strict=True))
             rows.append(row(case, "agreement", same / len(prompts), system=system))
     if runtime is not None and runtime["texts"]:
-        stops = set(tokenizer.eos_ids)
-        wanted = answers(children[TFLITE["int8"]]) if TFLITE["int8"] in children else wanted
-        said = [itertools.takewhile(lambda token: token not in stops, each) for each in wanted]
-        texts = [tokenizer.decode([*each]) for each in said]
+        stops, at_8_bits = set(tokenizer.eos_ids), found.get(TFLITE["int8"], wanted)
+        ended = [itertools.takewhile(lambda each: each not in stops, ids) for ids in at_8_bits]
+        texts = [tokenizer.decode([*ids]) for ids in ended]
         same = sum(one.strip() == other.strip() for one, other in zip(runtime["texts"], texts, strict=True))
         rows.append(row(case, "agreement", same / len(prompts), system=LITERT_LM))
     return rows

@@ -350,11 +350,13 @@ class Engine(Generic[AnyModel]):
             # Here, because few requests need its import.
             from jaxllm.serving.guided.thought import matcher_of
 
-            matcher = matcher_of(self.grammars, self.tokenizer, config.grammar, stop_ids, most)
+            # What unlikely tokens are depends on the mask.
+            same = config.sampling.filters
+            matcher = matcher_of(self.grammars, self.tokenizer, config.grammar, stop_ids, most, same=same)
         # Most processes have neither grammars nor log-probabilities.
         from jaxllm.serving.engine.guided_decoding import GuidedDecoding
 
-        return GuidedDecoding(decoding, matcher, config.top_logprobs, filters=config.sampling.filters)
+        return GuidedDecoding(decoding, matcher, config.top_logprobs)
 
     def submit(self, request: Request, *, session: Session | None = None) -> Answer:
         """Makes the answer of a request, without running its first step.

@@ -37,21 +37,13 @@ class GuidedDecoding(Decoding):
     logits after each token, from a prefill of one token.
     """
 
-    def __init__(
-        self,
-        free: Decoding,
-        matcher: "AnyMatcher | None",
-        top_logprobs: int | None,
-        *,
-        filters: bool = False,
-    ) -> None:
+    def __init__(self, free: Decoding, matcher: "AnyMatcher | None", top_logprobs: int | None) -> None:
         """See the class.
 
         Args:
           free: decodes a thought and tokens that share a mask.
           matcher: the grammar's; None for any text.
           top_logprobs: see `GenerationConfig`.
-          filters: whether the sampler drops unlikely tokens (see `Sampling.filters`).
 
         Raises:
           ConfigError: log-probabilities are requested from a level with int8 prefill only.
@@ -64,9 +56,9 @@ class GuidedDecoding(Decoding):
         exact = getattr(self.runner.options, "exact_chunks", False)
         self.waits = matcher is not None and exact and self._feeds_floats(1)
         self._cannot_rollback = self.runner.cfg.states is not None
-        self._chances, self._filters = None if self._cannot_rollback else Chances(), filters
-        # Whether the next tokens are sampled together, and the tokens of the last dispatch and its beginning.
-        self._together, self._sampled, self._began_s = False, 0, 0.0
+        self._chances = None if self._cannot_rollback else Chances()
+        # Whether the next tokens are sampled together.
+        self._together, self._began_s = False, 0.0
         # The sampler before the dispatch.
         self._before: SamplerState | None = None
         if self.logprobs is not None and not self._feeds_floats(1):
@@ -85,8 +77,7 @@ class GuidedDecoding(Decoding):
         return self._limit(self._free, pace, remaining)
 
     def _limit(self, free: Decoding, pace: int, remaining: int) -> int:
-        began_s, self._began_s = self._began_s, time.perf_counter()
-        sampled, self._sampled, self._together = self._sampled, 0, False
+        self._began_s, self._together = time.perf_counter(), False
         if self.matcher is None or self.logprobs is not None:
             return 1
         if self.matcher.unbounded:
@@ -96,8 +87,8 @@ class GuidedDecoding(Decoding):
         if self.waits and not self.matcher.soon():
             return min(remaining, _MOST_FORCED + 1)
         forced = len(self.matcher.forced(_MOST_FORCED))
-        if self._chances is not None and sampled:
-            self._chances.learn(self.matcher.nested, sampled, self._began_s - began_s)
+        if self._chances is not None:
+            self._chances.followed(self.matcher.nested)
         if forced or self._chances is None or self.matcher.complete:
             return min(remaining, forced + 1) if self._jumps(forced) else 1
         most = free.limit(pace, remaining)
@@ -169,15 +160,15 @@ class GuidedDecoding(Decoding):
         assert matcher is not None
         assert before is not None, "`kept` before `batch_row`"
         found = dataclasses.replace(found, sampler=_unmasked(found.sampler, before))
-        self._sampled = 0 if matcher.unbounded else len(tokens)
+        unbounded, kept = matcher.unbounded, 1
         if not self._together:
             self._take(tokens[0])
+        elif NO_TOKEN in tokens:
             return found
-        if NO_TOKEN in tokens:
-            return found
-        kept = matcher.offer(tokens, self._jumps, same=self._filters)
-        if self._chances is not None and self._sampled:
-            self._chances.kept(kept, self._sampled)
+        else:
+            kept = matcher.offer(tokens, self._jumps)
+        if self._chances is not None and not unbounded:
+            self._chances.sampled(kept, len(tokens), time.perf_counter() - self._began_s)
         if kept == len(tokens):
             return found
         # The attention mass of what is cut stays: so few tokens hardly change it.
@@ -238,9 +229,11 @@ class Chances:
     before and the times of dispatches."""
 
     def __init__(self) -> None:
-        # Where most tokens are allowed, and elsewhere; and where the last token was sampled.
-        self._shares, self._wide, self._cut = dict(_FIRST_SHARES), False, False
+        # Where most tokens are allowed, and elsewhere.
+        self._shares = dict(_FIRST_SHARES)
         self._counts = dict.fromkeys(_FIRST_SHARES, _FIRST_COUNT)
+        # Where the last token was sampled, and whether the mask after it has not come yet.
+        self._wide, self._awaits = False, False
         # Time of a dispatch of one token, 0 until it is known, and that of each further token relative to it.
         self._first_s, self._further = 0.0, _FURTHER
 
@@ -259,16 +252,19 @@ class Chances:
         rates = np.cumsum(self._shares[wide] ** more) / np.where(more, first + further * more, 1.0)
         return int(rates.argmax()) + 1
 
-    def kept(self, kept: int, tokens: int) -> None:
+    def followed(self, nested: bool) -> None:
+        """Learns whether the mask after the last token is nested."""
+        if self._awaits:
+            self._learn(nested)
+        self._awaits = False
+
+    def sampled(self, kept: int, tokens: int, took_s: float) -> None:
         """Learns from `tokens` tokens of one dispatch, of which the first `kept` were used."""
-        self._cut = kept < tokens
         for _ in range(kept - 1):
             self._learn(True)
-
-    def learn(self, nested: bool, tokens: int, took_s: float) -> None:
-        """Learns whether the mask after the last token is nested, and the time of a dispatch."""
-        self._learn(nested and not self._cut)
-        self._cut = False
+        self._awaits = kept == tokens
+        if not self._awaits:
+            self._learn(False)
         if tokens == 1:
             self._first_s = _mean(self._first_s, took_s)
         elif took_s > self._first_s > 0:

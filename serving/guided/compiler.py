@@ -124,15 +124,18 @@ class Matcher:
 
     unbounded, most_unbounded = False, None
 
-    def __init__(self, compiled: CompiledGrammar, most_tokens: int | None = None) -> None:
+    def __init__(
+        self, compiled: CompiledGrammar, most_tokens: int | None = None, *, same: bool = False
+    ) -> None:
         """Begins an answer.
 
         Args:
           compiled: the grammar.
           most_tokens: maximum length of the answer. Before it is reached, the end of a text in JSON is forced
             (see `completed`); None for no limit.
+          same: whether only tokens with equal masks are sampled together (see `_Following.follow`).
         """
-        self.completed, self.nested, self._most_tokens = False, False, most_tokens
+        self.completed, self.nested, self._most_tokens, self._same = False, False, most_tokens, same
         self.channel: socket.socket | None = None
         self._compiled, self._text_tokens, self._stops = compiled, compiled.text_tokens, compiled.stops
         self._failure: WorkerEnded | None = None
@@ -244,7 +247,7 @@ class Matcher:
             else:
                 self._send([token])
 
-    def offer(self, tokens: Sequence[int], jumps: Callable[[int], bool], *, same: bool = False) -> int:
+    def offer(self, tokens: Sequence[int], jumps: Callable[[int], bool]) -> int:
         """Advances by tokens that were sampled under one mask, up to the first that might be another under
         its own, or that is fed in another way: returns their number, at least 1, after waiting for the mask
         of the next one.
@@ -252,12 +255,11 @@ class Matcher:
         Args:
           tokens: tokens to take, the first of which is allowed.
           jumps: whether a number of forced tokens are fed as a chunk.
-          same: whether the masks must be equal (see `_Following.follow`).
         """
         self.wait()
         before, text = self._taken, list(itertools.takewhile(self._is_text, tokens))
         if text:
-            self._send(text, same=same)
+            self._send(text)
             self.wait()
         while (rest := text[self._taken - before :]) and self._forced and not jumps(len(self._forced)):
             if rest[0] != self._forced[0]:
@@ -277,14 +279,14 @@ class Matcher:
     def _is_text(self, token: int) -> bool:
         return token >= 0 and token not in self._stop_set and bool(self._text_tokens[token])
 
-    def _send(self, tokens: Sequence[int], *, same: bool = False) -> None:
-        """Requests the mask after tokens (see `offer`); if that fails, `wait` raises the error."""
+    def _send(self, tokens: Sequence[int]) -> None:
+        """Requests the mask after tokens; if that fails, `wait` raises the error."""
         self._asked_s = time.monotonic()
         if self.channel is not None:
             # A process that has ended is found by `wait`.
             left = NO_LIMIT if self._most_tokens is None else max(0, self._most_tokens - self._taken)
             with contextlib.suppress(OSError):
-                send(self.channel, array.array("I", [left, same, *tokens]).tobytes())
+                send(self.channel, array.array("I", [left, self._same, *tokens]).tobytes())
 
     def _set(
         self, taken: int, may_end: bool, completed: bool, nested: bool, forced: list[int], mask: bytes
@@ -349,13 +351,20 @@ class GrammarCompiler:
             threading.Thread(target=self._compile, args=arguments, name="grammar", daemon=True).start()
         return found
 
-    def matcher(self, grammar: Grammar, stop_ids: np.ndarray, most_tokens: int | None = None) -> Matcher:
+    def matcher(
+        self,
+        grammar: Grammar,
+        stop_ids: np.ndarray,
+        most_tokens: int | None = None,
+        *,
+        same: bool = False,
+    ) -> Matcher:
         """Makes the matcher of one answer without a thought; waits until the grammar is compiled, usually
         some milliseconds, at most some seconds.
 
         Args:
           grammar, stop_ids: see `prepare`.
-          most_tokens: see `Matcher`.
+          most_tokens, same: see `Matcher`.
 
         Raises:
           ConfigError: the grammar is malformed, matches no text, has an unsupported feature or is too
@@ -364,7 +373,7 @@ class GrammarCompiler:
         """
         compiled = self.prepare(grammar, stop_ids).result()
         assert compiled is not None, "only a thought needs a free text"
-        return Matcher(compiled, most_tokens)
+        return Matcher(compiled, most_tokens, same=same)
 
     def text_tokens(self) -> np.ndarray:
         """`[V]` bool, all tokens of the tokenizer but its end tokens."""

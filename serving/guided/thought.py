@@ -25,19 +25,21 @@ def matcher_of(
     grammar: Grammar,
     stop_ids: np.ndarray,
     most_tokens: int,
+    *,
+    same: bool = False,
 ) -> "Matcher | ThoughtMatcher":
-    """The matcher of one answer, with its thought if it has one.
+    """The matcher of one answer, with its thought if it has one (see `Matcher`).
 
     Raises:
       ConfigError, GrammarLate: see `GrammarCompiler.matcher`.
     """
     if grammar.thought is None:
-        return compiler.matcher(grammar, stop_ids, most_tokens)
+        return compiler.matcher(grammar, stop_ids, most_tokens, same=same)
     compiled = compiler.prepare(grammar, stop_ids).result()
 
     def begun(taken: int) -> Matcher:
         assert compiled is not None
-        return Matcher(compiled, most_tokens - taken)
+        return Matcher(compiled, most_tokens - taken, same=same)
 
     allowed = compiler.text_tokens(), stop_ids[stop_ids >= 0]
     return ThoughtMatcher(grammar.thought, tokenizer, allowed, begun if compiled is not None else None)
@@ -169,10 +171,10 @@ class ThoughtMatcher:
         """Whether only the grammar restricts the next tokens."""
         return not (self._may_open or self._forced or self.unbounded)
 
-    def offer(self, tokens: Sequence[int], jumps: Callable[[int], bool], *, same: bool = False) -> int:
+    def offer(self, tokens: Sequence[int], jumps: Callable[[int], bool]) -> int:
         """See `Matcher`; in a thought, up to its end."""
         if self._follows and self._grammar is not None:
-            taken = self._grammar.offer(tokens, jumps, same=same)
+            taken = self._grammar.offer(tokens, jumps)
             self._taken += taken
             return taken
         for count, token in enumerate(tokens, 1):

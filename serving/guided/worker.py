@@ -218,18 +218,21 @@ class _Following:
             self._take([token])
             taken += 1
             forced, ended = self._forced_by(left if left == NO_LIMIT else left - taken)
-            nested = self._masked(before, may_end, same)
+            self._compute_mask()
+            nested = self._is_nested(before, may_end, same=same)
         if not tokens:
-            self._masked(b"", False, same)
+            self._compute_mask()
         mask = bytes(len(self._mask)) if ended else self._mask
         head = _HEAD.pack(taken, self._may_end, ended, nested and not forced and not ended, len(forced))
         return head + array.array("I", forced).tobytes() + mask
 
-    def _masked(self, before: bytes, may_end: bool, same: bool) -> bool:
-        """Computes the mask: whether it is nested in another one (see `follow`)."""
+    def _compute_mask(self) -> None:
         self._mask, self._may_end = self._matcher.compute_bitmask(), self._matcher.is_accepting()
         self._require_sound()
-        if same or self._mask == before:
+
+    def _is_nested(self, before: bytes, may_end: bool, *, same: bool) -> bool:
+        """Whether the mask is nested in another one (see `follow`)."""
+        if same:
             return (self._mask, self._may_end) == (before, may_end)
         more = int.from_bytes(self._mask) & ~int.from_bytes(before)
         return not more and self._may_end <= may_end
