@@ -7,6 +7,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jaxllm.export.litertlm import export_litertlm
@@ -15,7 +16,7 @@ from jaxllm.export.subject import read_subject
 from jaxllm.export.tflite import export_tflite
 from tests.export.compiled import on_gpu, partitions
 from tests.export.models import CHUNKS, CONTEXT, PROMPTS, models_of
-from tests.tiny import TINY, tiny_params, write_tiny_bundle
+from tests.tiny import write_tiny_bundle
 
 pytest.importorskip("litert_converter")
 pytest.importorskip("litert_lm")
@@ -86,21 +87,19 @@ _STORY = (
 
 
 @gpu
-def test_the_runtime_of_language_models_answers_on_its_gpu_as_on_the_cpu(tmp_path):
-    plan = dataclasses.replace(MASKED, context_tokens=128)
-    bundle = exported(packaged("draft"), tmp_path, plan=plan)
-    cpu, gpu = on_gpu(DRIVER, tmp_path, "-c", _ASKED, bundle, 128, _STORY)
-    assert cpu == gpu
-    assert all(cpu)
-
-
-@gpu
-def test_activations_beyond_float16_are_computed_in_float32(tmp_path):
+@pytest.mark.parametrize("factor", [1, 3000])
+def test_the_runtime_of_language_models_answers_on_its_gpu_as_on_the_cpu(factor, tmp_path):
     """Norms undo a factor of all that is added up, as large as outliers are: in float16 it overflows."""
-    added = ("embed.tokens", ".attn.o", ".ffn.down")
-    params = {name: 3000 * each if name.endswith(added) else each for name, each in tiny_params(TINY).items()}
-    bundle = exported(write_tiny_bundle(tmp_path / "large.jaxllm", params=params), tmp_path)
-    cpu, gpu = on_gpu(DRIVER, tmp_path, "-c", _ASKED, bundle, CONTEXT, "the cat")
+    subject, added = read_subject(packaged("draft")), ("embed.tokens", ".attn.o", ".ffn.down")
+    params = {
+        name: factor * weight.astype(np.float32) if name.endswith(added) else weight
+        for name, weight in subject.weights(100).items()
+    }
+    path = write_tiny_bundle(
+        tmp_path / "large.jaxllm", cfg=subject.cfg, params=params, tokenizer=subject.tokenizer
+    )
+    bundle = exported(path, tmp_path, plan=dataclasses.replace(MASKED, context_tokens=128))
+    cpu, gpu = on_gpu(DRIVER, tmp_path, "-c", _ASKED, bundle, 128, _STORY)
     assert cpu == gpu
     assert all(cpu)
 
