@@ -298,3 +298,21 @@ class ChunkTable(_Table):
         bits, blobs = [each for each, _ in chunks], [each for _, each in chunks]
         super().__init__(library.open_chunks(form, heads, bits, blobs), library.close_chunks)
         self.chunks = len(bits)
+
+
+class MaskChannel(_Table):
+    """Open channel of the native library to the process that follows an answer through its grammar."""
+
+    def __init__(self, descriptor: int, plain: bytes) -> None:
+        """Opens a channel.
+
+        Args:
+          descriptor: socket; the channel has a descriptor of its own.
+          plain: bits of the tokens after which a mask that allows most tokens is likely to stay.
+
+        Raises:
+          ValueError: the process has no descriptor left, or 4,096 channels are open.
+        """
+        target("follow")
+        library = _library()
+        super().__init__(library.open_channel(descriptor, plain), library.close_channel)

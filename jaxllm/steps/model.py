@@ -75,13 +75,16 @@ def decode_step(
     token: jax.Array,
     cache: KVCache,
     sampler: SamplerState,
+    mask: jax.Array | None = None,
     *,
     cfg: ModelConfig,
     dtype: DTypeLike,
 ) -> tuple[jax.Array, KVCache, SamplerState]:
-    """Runs one token per sequence, `[B]` int32, and samples the next: ids `[B]`, cache, sampler."""
+    """Runs one token per sequence, `[B]` int32, and samples the next: ids `[B]`, cache, sampler. `mask`,
+    `[V]` float32, is added to its logits."""
     hidden, cache = forward(params, token[:, None], cache, cfg=cfg, dtype=dtype)
-    token, sampler = sample(logits(params, hidden[:, 0], cfg=cfg), sampler)
+    found = logits(params, hidden[:, 0], cfg=cfg)
+    token, sampler = sample(found if mask is None else found + mask, sampler)
     return token, cache, sampler
 
 

@@ -478,7 +478,7 @@ class BucketTable:
                 self._finish(bucket)
             elif bucket not in self._unusable:
                 self._unusable.add(bucket)
-                _log.warning("%s cannot be loaded, so fewer rows share a dispatch: %s", bucket, error)
+                _log.warning("%s cannot be loaded, so that answers go on without it: %s", bucket, error)
         elif pending is None and not self.is_ready(bucket):
             # Another thread may be about to compile it.
             self.fill([], later=[bucket] if self._is_stored(bucket) or not self._keeping.locked() else [])

@@ -11,7 +11,7 @@ from jaxllm.sampling_state import SamplerState
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Runner
 
 if TYPE_CHECKING:
-    from jaxllm.serving.guided.compiler import Matcher
+    from jaxllm.serving.guided.matcher import Matcher
     from jaxllm.serving.guided.thought import ThoughtMatcher
 
     AnyMatcher = Matcher | ThoughtMatcher
@@ -43,24 +43,22 @@ class Decoding:
     grammar restricts them.
 
     Attributes:
-      matcher: state of the answer's grammar; None without one. A step waits until it is ready, unless the
-        decoding waits itself.
+      matcher: state of the answer's grammar; None without one. A step waits until it is ready.
       logprobs: log-probabilities of the tokens so far; None if not requested.
-      waits: whether it waits for its matcher itself, while the device computes.
       one_pass: whether all tokens of a dispatch cost one pass over the weights, as those of a draft do.
     """
 
     matcher: "AnyMatcher | None" = None
     logprobs: list[TokenLogprob] | None = None
-    waits, one_pass = False, False
+    one_pass = False
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
 
     @property
     def ready(self) -> bool:
-        """Whether the next step can begin without waiting for a grammar."""
-        return self.matcher is None or self.waits or self.matcher.ready
+        """Whether the next step can begin without waiting long for a grammar."""
+        return self.matcher is None or self.matcher.soon()
 
     @property
     def batchable(self) -> bool:
@@ -94,7 +92,7 @@ class Decoding:
         return row
 
     def kept(self, found: DecodedRow) -> DecodedRow:
-        """What is used of a dispatch of `batch_row`; no tokens if the last one must be fed again."""
+        """What is used of a dispatch of `batch_row`."""
         return found
 
 

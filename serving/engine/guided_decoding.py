@@ -10,7 +10,8 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from jaxllm.serving.engine.decoding import Decoding, TokenLogprob, counted
-from jaxllm.serving.runners.runner import BatchRow, DecodedRow, prefill_prompt
+from jaxllm.serving.guided.worker import NO_LIMIT
+from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Guide, prefill_prompt
 
 if TYPE_CHECKING:
     from jaxllm.serving.engine.decoding import AnyMatcher
@@ -29,12 +30,12 @@ _FURTHER, _MOST_FURTHER, _DRAFTED = 0.8, 0.9, 1.3
 class GuidedDecoding(Decoding):
     """Decodes one answer under a grammar, with log-probabilities, or both.
 
-    A mask is added to the sampler's bias, so that all runners and buckets work unchanged. Several tokens are
-    sampled under one mask, plainly or with drafts, where the next masks are likely to be nested in it (see
-    `Matcher.offer`), such as within a string, and cut where they are not; but states cannot be rolled back.
-    Where the prefill of one token costs no more than its decoding, it begins before the mask is there. Forced
-    tokens are fed together as a prefill chunk; a thought is decoded in blocks. Log-probabilities require the
-    logits after each token, from a prefill of one token.
+    A mask is added to the sampler's bias, so that all runners and buckets work unchanged. Where a runner can,
+    it asks for the mask after each token itself, between the tokens of a block (see `Runner.can_guide`).
+    Elsewhere, in batches and with drafts, several tokens are sampled under one mask where the next masks are
+    likely to be nested in it (see `Matcher.offer`), such as within a string, and cut where they are not; but
+    states cannot be rolled back. Forced tokens are fed together as a prefill chunk; a thought is decoded in
+    blocks. Log-probabilities require the logits after each token, from a prefill of one token.
     """
 
     def __init__(self, free: Decoding, matcher: "AnyMatcher | None", top_logprobs: int | None) -> None:
@@ -53,12 +54,14 @@ class GuidedDecoding(Decoding):
         # Drafts are off in a dispatch with other answers.
         self._plain = Decoding(free.runner)
         self.logprobs = None if top_logprobs is None else []
-        exact = getattr(self.runner.options, "exact_chunks", False)
-        self.waits = matcher is not None and exact and self._feeds_floats(1)
         self._cannot_rollback = self.runner.cfg.states is not None
         self._chances = None if self._cannot_rollback else Chances()
-        # Whether the next tokens are sampled together.
-        self._together, self._began_s = False, 0.0
+        # Whether the next tokens are sampled together, or each under its own mask within one dispatch, and
+        # whether that was possible after the last dispatch.
+        self._together, self._guided, self._can_guide = False, False, False
+        self._began_s = 0.0
+        # The socket of the process that follows the answer, and a channel of the runner's kernels to it.
+        self._channel: tuple[Any, Any] = None, None
         # The sampler before the dispatch.
         self._before: SamplerState | None = None
         if self.logprobs is not None and not self._feeds_floats(1):
@@ -77,21 +80,24 @@ class GuidedDecoding(Decoding):
         return self._limit(self._free, pace, remaining)
 
     def _limit(self, free: Decoding, pace: int, remaining: int) -> int:
-        self._began_s, self._together = time.perf_counter(), False
+        self._began_s, self._together, self._guided = time.perf_counter(), False, False
         if self.matcher is None or self.logprobs is not None:
             return 1
         if self.matcher.unbounded:
             most = self.matcher.most_unbounded or remaining
             self._together = not self._cannot_rollback
             return free.limit(pace, min(remaining, most)) if self._together else 1
-        if self.waits and not self.matcher.soon():
-            return min(remaining, _MOST_FORCED + 1)
         forced = len(self.matcher.forced(_MOST_FORCED))
         if self._chances is not None:
             self._chances.followed(self.matcher.nested)
-        if forced or self._chances is None or self.matcher.complete:
+        if forced or self.matcher.complete:
             return min(remaining, forced + 1) if self._jumps(forced) else 1
         most = free.limit(pace, remaining)
+        if free is self._free and self._can_guide:
+            self._guided = True
+            return most
+        if self._chances is None:
+            return 1
         worth = self._chances.tokens(self.matcher.wide, most, one_pass=free.one_pass)
         self._together = worth > 1
         return worth
@@ -108,36 +114,65 @@ class GuidedDecoding(Decoding):
         return chosen, _unmasked(after, sampler)
 
     def decode(self, row: BatchRow, cached: Sequence[int]) -> DecodedRow:
-        """See `Decoding`. No tokens if the grammar turns out to allow none after the last one."""
+        """See `Decoding`."""
+        can_guide = self._can_guide_after(row)
+        if self._guided and can_guide:
+            return self._decode_guided(row, len(cached))
+        self._can_guide = can_guide
         if self._together:
             return self.kept(self._free.decode(self._asked(row, len(cached)), cached))
         cache, sampler, at = row.cache, row.sampler, len(cached)
-        fed, logits = [int(np.asarray(row.token)[0])], None
-        if self.waits and self.matcher is not None and not self.matcher.ready:
-            # The mask is computed meanwhile.
-            logits, cache = prefill_prompt(self.runner, cache, fed, at)
-        if self.matcher is not None and self.matcher.complete:
-            # Found after the step began. The last token is cached, as others are.
-            cache = prefill_prompt(self.runner, cache, fed, at)[1] if logits is None else cache
-            return DecodedRow([], cache, sampler)
         forced = self._forced(row.limit - 1, sampler)
-        if forced or logits is not None or self.logprobs is not None:
-            if forced and self._cannot_rollback:
-                # The states are not rolled back over the last token, so that it is always fed alone.
-                cache = prefill_prompt(self.runner, cache, fed, at)[1] if logits is None else cache
-                fed, at = [], at + 1
-            if forced or logits is None:
-                # The last token is fed again: the chunk does not depend on when the mask came.
-                logits, cache = prefill_prompt(self.runner, cache, [*fed, *forced], at)
-            if forced and self.matcher is not None:
-                self.matcher.take(forced)
-                sampler = counted(sampler, forced)
-                if self.matcher.complete:
-                    # The cache is one token ahead, as after a stop string.
-                    return DecodedRow(forced, cache, sampler)
-            chosen, sampler = self.first(logits, sampler)
-            return DecodedRow([*forced, *chosen.tolist()], cache, sampler)
-        return self.kept(self.runner.decode(self._asked(dataclasses.replace(row, cache=cache), at)))
+        if not forced and self.logprobs is None:
+            return self.kept(self.runner.decode(self._asked(row, at)))
+        fed = [int(np.asarray(row.token)[0])]
+        if forced and self._cannot_rollback:
+            # The states are not rolled back over the last token, so that it is always fed alone.
+            cache = prefill_prompt(self.runner, cache, fed, at)[1]
+            fed, at = [], at + 1
+        logits, cache = prefill_prompt(self.runner, cache, [*fed, *forced], at)
+        if forced and self.matcher is not None:
+            self.matcher.take(forced)
+            sampler = counted(sampler, forced)
+            if self.matcher.complete:
+                # The cache is one token ahead, as after a stop string.
+                return DecodedRow(forced, cache, sampler)
+        chosen, sampler = self.first(logits, sampler)
+        return DecodedRow([*forced, *chosen.tolist()], cache, sampler)
+
+    def _can_guide_after(self, row: BatchRow) -> bool:
+        """Whether the next masks come from the grammar's process alone, and the runner can ask for them."""
+        matcher = self.matcher
+        if matcher is None or self.logprobs is not None or type(self._free) is not Decoding:
+            return False
+        if matcher.left is None or matcher.channel is None or not self.runner.can_guide(row.cache):
+            return False
+        # A mask could leave no token.
+        return not np.isneginf(np.asarray(row.sampler.bias)).any()
+
+    def _decode_guided(self, row: BatchRow, cached: int) -> DecodedRow:
+        """Decodes tokens whose masks the runner asks for, up to one after which the grammar has more to
+        tell."""
+        # Here, because devices without JAX have grammars, too.
+        from jaxllm.kernels.native import MaskChannel
+
+        matcher = self.matcher
+        assert matcher is not None
+        assert matcher.channel is not None
+        assert matcher.left is not None
+        if self._channel[0] is not matcher.channel:
+            # Each token needs its own mask where states cannot be rolled back, and where masks must be equal:
+            # they change with the length that a text may still have.
+            plain = b"" if self._cannot_rollback or matcher.same else matcher.plain
+            self._channel = matcher.channel, MaskChannel(matcher.channel.fileno(), plain)
+        left = -1 if matcher.left == NO_LIMIT else matcher.left
+        guide = Guide(self._channel[1].operand, left, matcher.same, matcher.allowed())
+        cache, before = dataclasses.replace(row.cache, length=np.int32(cached)), _kept_progress(row.sampler)
+        found = self.runner.decode(dataclasses.replace(row, cache=cache, guide=guide))
+        if NO_TOKEN in found.tokens:
+            return found
+        kept = matcher.offer(found.tokens, self._jumps, followed=found.followed, asked=found.asked)
+        return _cut(found, kept, before)
 
     @property
     def batchable(self) -> bool:
@@ -169,20 +204,11 @@ class GuidedDecoding(Decoding):
             kept = matcher.offer(tokens, self._jumps)
         if self._chances is not None and not unbounded:
             self._chances.sampled(kept, len(tokens), time.perf_counter() - self._began_s)
-        if kept == len(tokens):
-            return found
-        # The attention mass of what is cut stays: so few tokens hardly change it.
-        sampler, accepted = counted(before, tokens[:kept]), found.accepted
-        accepted = None if accepted is None else min(accepted, kept)
-        return DecodedRow(tokens[:kept], found.cache, sampler, accepted)
+        return _cut(found, kept, before)
 
     def _asked(self, row: BatchRow, cached: int) -> BatchRow:
         """The arguments of a dispatch under a mask."""
-        self._before = row.sampler
-        if self._together:
-            # The dispatch takes the arrays that change, and what is cut needs them.
-            progress: Any = (np.array(row.sampler.counts), np.array(row.sampler.drawn))
-            self._before = row.sampler.after(progress)
+        self._before = _kept_progress(row.sampler) if self._together else row.sampler
         # The cache may be ahead of what was kept.
         cache = dataclasses.replace(row.cache, length=np.int32(cached))
         limit = row.limit if self._together else 1
@@ -298,6 +324,22 @@ def token_logprob(logits: np.ndarray, token: int, top: int) -> TokenLogprob:
 
 def _mean(before: float, value: float) -> float:
     return before + 0.2 * (value - before) if before else value
+
+
+def _kept_progress(sampler: SamplerState) -> SamplerState:
+    """The sampler with copies of the arrays that a dispatch takes, which what is cut needs."""
+    progress: Any = (np.array(sampler.counts), np.array(sampler.drawn))
+    return sampler.after(progress)
+
+
+def _cut(found: DecodedRow, kept: int, before: SamplerState) -> DecodedRow:
+    """The first tokens of a dispatch; `before` is the sampler before it."""
+    tokens, accepted = found.tokens[:kept], found.accepted
+    if kept == len(found.tokens):
+        return found
+    # The attention mass of what is cut stays: so few tokens hardly change it.
+    accepted = None if accepted is None else min(accepted, kept)
+    return DecodedRow(tokens, found.cache, counted(before, tokens), accepted)
 
 
 def _unmasked(sampler: SamplerState, before: SamplerState) -> SamplerState:

@@ -40,8 +40,7 @@ def step(*running: Run) -> Run:
     """
     run = min(running, key=lambda each: each.stepped_s)
     try:
-        matcher, full = run.decoding.matcher, run.wanted_tokens <= 0 or run.room_tokens <= 0
-        if matcher is not None and (full or matcher.ready or not run.decoding.waits):
+        if (matcher := run.decoding.matcher) is not None:
             # Wait before acquiring the model's lock, so that no other thread waits for it.
             matcher.wait()
             with run.runner.lock:
@@ -314,13 +313,11 @@ def _decoded(run: Run, cached: list[int], found: DecodedRow) -> None:
 
 
 def _take(run: Run, block: list[int]) -> None:
-    """Adds tokens to the run, and checks whether it has ended; under a grammar, the next step checks unless
-    there are none."""
+    """Adds tokens to the run, and checks whether it has ended; under a grammar, the next step checks."""
     # Streamed weights may have failed while the block was computed.
     run.runner.require_usable()
-    if block:
-        run.take(block)
-    if run.decoding.matcher is None or run.finish_reason is not None or not block:
+    run.take(block)
+    if run.decoding.matcher is None or run.finish_reason is not None:
         _check_end(run)
 
 

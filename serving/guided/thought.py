@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxllm.errors import ConfigError
-from jaxllm.serving.guided.compiler import GrammarCompiler, Matcher
+from jaxllm.serving.guided.compiler import GrammarCompiler
 from jaxllm.serving.guided.grammar import Grammar, Thought
+from jaxllm.serving.guided.matcher import Matcher
 from jaxllm.text.tokenizer import Tokenizer
 
 # Tokens whose text is searched for the closing: it may begin in the middle of one.
@@ -148,6 +149,7 @@ class ThoughtMatcher:
         elif self._grammar is not None:
             found = self._grammar.allowed()
         if self._may_open:
+            found = found.copy()
             found[self._opening[self._opened]] = True
         return found
 
@@ -162,6 +164,21 @@ class ThoughtMatcher:
         return self._follows and self._grammar is not None and self._grammar.wide
 
     @property
+    def plain(self) -> bytes:
+        """See `Matcher`."""
+        return b"" if self._grammar is None else self._grammar.plain
+
+    @property
+    def same(self) -> bool:
+        """See `Matcher`."""
+        return self._grammar is not None and self._grammar.same
+
+    @property
+    def left(self) -> int | None:
+        """See `Matcher`; None where masks do not come from its process alone."""
+        return self._grammar.left if self._follows and self._grammar is not None else None
+
+    @property
     def nested(self) -> bool:
         """See `Matcher`."""
         return self._follows and self._grammar is not None and self._grammar.nested
@@ -171,10 +188,17 @@ class ThoughtMatcher:
         """Whether only the grammar restricts the next tokens."""
         return not (self._may_open or self._forced or self.unbounded)
 
-    def offer(self, tokens: Sequence[int], jumps: Callable[[int], bool]) -> int:
+    def offer(
+        self,
+        tokens: Sequence[int],
+        jumps: Callable[[int], bool],
+        *,
+        followed: int = 0,
+        asked: bool = False,
+    ) -> int:
         """See `Matcher`; in a thought, up to its end."""
         if self._follows and self._grammar is not None:
-            taken = self._grammar.offer(tokens, jumps)
+            taken = self._grammar.offer(tokens, jumps, followed=followed, asked=asked)
             self._taken += taken
             return taken
         for count, token in enumerate(tokens, 1):

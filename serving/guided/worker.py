@@ -15,6 +15,7 @@ import functools
 import gc
 import itertools
 import json
+import operator
 import os
 import re
 import resource
@@ -56,17 +57,20 @@ _JSON = {"coerce_one_of": True}
 _COMPLEX = (
     "nsatisfiable", "too large", "too big", "disjoint", "circular ref", "intersection", "maxProperties",
 )  # fmt: skip
-_WARM_UP = {"kind": "json", "text": "", "stop_ids": (), "text_tokens": 1 << 30, "completed": False}
+_WARM_UP = {"kind": "json", "text": "", "stop_ids": (), "end_ids": (), "text_tokens": 0, "completed": False}
 _LENGTH = struct.Struct(">Q")
 # Number of tokens that were taken, whether the text may end after the forced tokens, whether they complete
-# it, whether the mask is nested, and the number of forced tokens.
-_HEAD = struct.Struct(">I???I")
+# it, whether the mask is nested, whether it allows tokens of the text, and the number of forced tokens
+# (kernels/native/masks.cpp reads it, too).
+_HEAD = struct.Struct(">I????I")
 # Number of tokens that may follow, where any number may.
 NO_LIMIT = (1 << 32) - 1
 # Processor time to find the end of a text.
 _ENDING_S = 0.1
 # A comma, a key with its quotes, a colon, and the end of the object: rounded up, for tokens of one byte.
 _KEY_TOKENS = 8
+# Text without what may end a string or begin a marker.
+_PLAIN = re.compile(rb"[^\x00-\x1f\"\\\\<>|\[\]{}`]+")
 # What ends a text in JSON soonest: within a string, and elsewhere.
 _STRING_ENDS, _JSON_ENDS = b'"a0 -:.@/', b']}",0123456789-ntf[{'
 
@@ -107,11 +111,11 @@ def serve(descriptor: int) -> None:
         )
         # What the library does once is then done for all: one of ours, which is not a caller's.
         _Following(tokenizer, _WARM_UP).follow()
-        _ids(tokenizer)
+        _, plain = _vocabulary(tokenizer)
     except BaseException as error:  # panics of the library are no `Exception`
         send(control, json.dumps({"error": one_line(error)}).encode())
         return
-    send(control, b"{}")
+    send(control, json.dumps({"plain": plain.hex()}).encode())
     # Otherwise garbage collection would copy the pages that the processes share, and search the parts of a
     # large schema again and again: nothing here is in a circle.
     gc.freeze()
@@ -180,9 +184,12 @@ class _Following:
         self._text = b""
         self.shortest, self._checked = 0, NO_LIMIT
         self._last_end = list[int]()
-        # The last mask, and whether the text may end there.
-        self._mask, self._may_end = b"", False
-        self._last, self._stops = request["text_tokens"], frozenset(request["stop_ids"])
+        # The last mask, whether it allows tokens of the text, and whether the text may end there.
+        self._mask, self._goes_on, self._may_end = b"", False, False
+        # Tokens of texts, and those that end the answer, as bits.
+        size = tokenizer.vocab_size
+        self._stops, ends = (_bits(request[name], size) for name in ("stop_ids", "end_ids"))
+        self._text_tokens = ((1 << request["text_tokens"]) - 1) & ~(self._stops | ends)
         limits = llguidance.LLParserLimits(**_LIMITS, verbose_errors=False)
         kind, text = request["kind"], request["text"]
         self._matcher = llguidance.LLMatcher(tokenizer, _source(kind, text), log_level=0, limits=limits)
@@ -207,8 +214,8 @@ class _Following:
 
         Returns:
           Number of tokens taken, whether the text may end after the forced tokens that follow, whether these
-          complete a text that would otherwise be cut, whether the mask is nested, they, and the mask of the
-          tokens after them.
+          complete a text that would otherwise be cut, whether the mask is nested, whether it allows tokens of
+          the text, they, and the mask of the tokens after them, with those that end the answer.
         """
         before, may_end = self._mask, self._may_end
         taken, nested, (forced, ended) = 0, True, ([], False) if tokens else self._forced_by(left)
@@ -222,13 +229,17 @@ class _Following:
             nested = self._is_nested(before, may_end, same=same)
         if not tokens:
             self._compute_mask()
-        mask = bytes(len(self._mask)) if ended else self._mask
-        head = _HEAD.pack(taken, self._may_end, ended, nested and not forced and not ended, len(forced))
+        mask, goes_on = (bytes(len(self._mask)), False) if ended else (self._mask, self._goes_on)
+        nested = nested and not forced and not ended
+        head = _HEAD.pack(taken, self._may_end, ended, nested, goes_on, len(forced))
         return head + array.array("I", forced).tobytes() + mask
 
     def _compute_mask(self) -> None:
-        self._mask, self._may_end = self._matcher.compute_bitmask(), self._matcher.is_accepting()
+        found, self._may_end = self._matcher.compute_bitmask(), self._matcher.is_accepting()
         self._require_sound()
+        text = int.from_bytes(found, "little") & self._text_tokens
+        self._goes_on = bool(text)
+        self._mask = (text | self._stops if self._may_end else text).to_bytes(len(found), "little")
 
     def _is_nested(self, before: bytes, may_end: bool, *, same: bool) -> bool:
         """Whether the mask is nested in another one (see `follow`)."""
@@ -304,21 +315,23 @@ class _Following:
         """The token of a mask that ends a text soonest, else the lowest one, as a list; empty if there is
         none. `text` is the tail of the text so far."""
         ends = _STRING_ENDS if text.startswith(b'"') else _JSON_ENDS
-        found = next((each for each in map(_ids(self._tokenizer).get, ends) if _has(mask, each)), None)
+        found = next(
+            (each for each in map(_vocabulary(self._tokenizer)[0].get, ends) if _has(mask, each)), None
+        )
         if found is None:
             allowed = (each for each in range(8 * len(mask)) if _has(mask, each))
             found = next(filter(self._is_text, allowed), None)
         return [] if found is None else [found]
 
     def _is_text(self, token: int) -> bool:
-        return token < self._last and token not in self._stops
+        return bool(self._text_tokens >> token & 1)
 
     def _require_sound(self) -> None:
         if self._matcher.is_error():
             raise ValueError(self._matcher.get_error())
 
 
-def parsed_state(state: bytes) -> tuple[int, bool, bool, bool, list[int], bytes]:
+def parsed_state(state: bytes) -> tuple[int, bool, bool, bool, bool, list[int], bytes]:
     """Parses a state (see `_Following.follow`)."""
     *head, count = _HEAD.unpack_from(state)
     end = _HEAD.size + 4 * count
@@ -326,10 +339,20 @@ def parsed_state(state: bytes) -> tuple[int, bool, bool, bool, list[int], bytes]
 
 
 @functools.cache
-def _ids(tokenizer: "llguidance.LLTokenizer") -> dict[int, int]:
-    """The ids of tokens of one byte, by the byte."""
-    texts = ((tokenizer.decode_bytes([each]), each) for each in reversed(range(tokenizer.vocab_size)))
-    return {text[0]: each for text, each in texts if len(text) == 1}
+def _vocabulary(tokenizer: "llguidance.LLTokenizer") -> tuple[dict[int, int], bytes]:
+    """The ids of tokens of one byte, by the byte; and bits of the tokens of plain
+    text."""
+    ids, plain = dict[int, int](), bytearray(-(-tokenizer.vocab_size // 8))
+    for token in range(tokenizer.vocab_size):
+        text = tokenizer.decode_bytes([token])
+        plain[token // 8] |= bool(_PLAIN.fullmatch(text)) << token % 8
+        if len(text) == 1:
+            ids.setdefault(text[0], token)
+    return ids, bytes(plain)
+
+
+def _bits(tokens: Sequence[int], size: int) -> int:
+    return functools.reduce(operator.or_, (1 << each for each in tokens if each < size), 0)
 
 
 def _has(mask: bytes, token: int | None) -> bool:

@@ -224,9 +224,8 @@ class LoadedModel:
             speculation.drafter.warm_up(progress, tokens=tokens)
 
     def later_buckets(self) -> list[Bucket]:
-        """Buckets that a model which spares memory may answer without at first: those of several rows."""
-        runners = [self.runner(each) for each in self.levels]
-        return [each for own in runners if own.batch is not None for each in own.batch.buckets()]
+        """See `LevelRunner`, for all levels."""
+        return [each for level in self.levels for each in self.runner(level).later_buckets()]
 
     def facts(self) -> dict[str, Any]:
         """Counts as plain data: loaded and compiled buckets, and weights read from storage."""

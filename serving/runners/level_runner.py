@@ -109,9 +109,13 @@ class LevelRunner(Runner):
         if every:
             for short, long in itertools.pairwise(caches):
                 found.append(self.model.bucket(GrowBucket, short_tokens=short, long_tokens=long))
-            batches = [] if self.batch is None or self.options.spare_memory else self.batch.buckets()
-            found += [*batches, *self._context_buckets()]
+            later = [] if self.options.spare_memory else self.later_buckets()
+            found += [*later, *self._context_buckets()]
         return list(dict.fromkeys(found))
+
+    def later_buckets(self) -> list[Bucket]:
+        """Buckets that a model which spares memory may answer without at first: those of several rows."""
+        return [] if self.batch is None else self.batch.buckets()
 
     @abc.abstractmethod
     def _source_buckets(self, tokens: int, cache: int) -> list[Bucket]:

@@ -10,10 +10,11 @@ import numpy as np
 
 from jaxllm.kv.cache import KVCache, Past, TokenPositions
 from jaxllm.models.layer import InputEmbeddings
+from jaxllm.models.layer_stack import STACK, LayerStack
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.serving.buckets.bucket import Bucket, embedding_params, head_params, layer_params
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.model import BatchBucket, DecodeBucket, PrefillBucket
+from jaxllm.serving.buckets.model import BatchBucket, DecodeBucket, GuidedBucket, PrefillBucket
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.runner import (
@@ -258,14 +259,44 @@ class ResidentRunner(LevelRunner):
         row, valid = padded(tokens, chunk.tokens)
         return compiled(self.model.params, row, np.int32(valid), np.bool_(chunk.last), cache, *inputs)
 
+    def later_buckets(self) -> list[Bucket]:
+        """See `LevelRunner`; and those that ask for masks."""
+        guided = [self._guided_bucket(each) for each in self.options.cache_tokens] if self._guides else []
+        return [*super().later_buckets(), *guided]
+
+    @property
+    def _guides(self) -> bool:
+        # Where weights are read by address there are native kernels.
+        return isinstance(self.params.get(STACK), LayerStack)
+
+    def can_guide(self, cache: KVCache) -> bool:
+        """See `Runner`: on a CPU, by native kernels."""
+        return self._guides and self.buckets.begin_loading(self._guided_bucket(cache.capacity_tokens))
+
+    def _guided_bucket(self, cache: int) -> Bucket:
+        block = self.options.decode_block
+        return self.model.bucket(GuidedBucket, block_tokens=block, cache_tokens=cache)
+
     def decode(self, row: BatchRow) -> DecodedRow:
         """See `Runner`: in one dispatch (see `steps.decode_tokens`)."""
         (bucket,) = self._decode_buckets(row.cache.capacity_tokens)
         end, sampler = BlockEnd(row.stop_ids, np.int32(row.limit)), row.sampler
+        if (guide := row.guide) is not None:
+            from jaxllm.steps.guided import GuidedEnd
+
+            bucket, mask = (
+                self._guided_bucket(row.cache.capacity_tokens),
+                np.where(guide.allowed, 0, -np.inf).astype(np.float32),
+            )
+            end = GuidedEnd(
+                end.stop_ids, end.limit, guide.channel, np.int32(guide.left), np.int32(guide.same), mask
+            )
         tokens, count, cache, progress = self.buckets.get(bucket)(
             self.model.params, row.token, row.cache, sampler.fixed, sampler.progress, end
         )
-        return DecodedRow(np.asarray(tokens)[0, : np.asarray(count)].tolist(), cache, sampler.after(progress))
+        done, *rest = np.asarray(count).ravel().tolist()
+        found = DecodedRow(np.asarray(tokens)[0, :done].tolist(), cache, sampler.after(progress))
+        return dataclasses.replace(found, followed=rest[0], asked=bool(rest[1])) if rest else found
 
     def verify(
         self,

@@ -64,6 +64,23 @@ class Verdict(NamedTuple):
         return cls(np.asarray(tokens)[:n], np.asarray(path)[:n])
 
 
+@dataclasses.dataclass(frozen=True)
+class Guide:
+    """The process that follows an answer through its grammar, asked while the device decodes.
+
+    Attributes:
+      channel: `[2]` uint32, the handle of a `jaxllm.kernels.native.MaskChannel`.
+      left: number of tokens that may follow; -1 for any number.
+      same: whether tokens that share a mask need equal masks.
+      allowed: `[V]` bool, the allowed next tokens.
+    """
+
+    channel: np.ndarray
+    left: int
+    same: bool
+    allowed: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchRow:
     """The inputs of `Runner.decode`, or of one of the answers of a batch.
@@ -75,6 +92,7 @@ class BatchRow:
       limit: maximum number of tokens.
       units: numbers of kv groups and neurons of each layer of its level, `[L, 2]` int32; None for those of
         the runner that decodes the batch.
+      guide: what to ask for masks between tokens (see `Runner.can_guide`); None for none.
     """
 
     token: Any
@@ -83,6 +101,7 @@ class BatchRow:
     stop_ids: np.ndarray
     limit: int
     units: np.ndarray | None = None
+    guide: "Guide | None" = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,12 +112,16 @@ class DecodedRow:
       tokens: at least one token.
       cache, sampler: state after them.
       accepted: number of accepted draft tokens at their beginning; None if no drafts were verified.
+      followed: number of tokens that the guide allows; the others share the mask of the next.
+      asked: whether it was asked about these, and the reply not read.
     """
 
     tokens: list[int]
     cache: Any
     sampler: SamplerState
     accepted: int | None = None
+    followed: int = 0
+    asked: bool = False
 
 
 class Runner(abc.ABC):
@@ -208,6 +231,12 @@ class Runner(abc.ABC):
     @abc.abstractmethod
     def decode(self, row: BatchRow) -> DecodedRow:
         """Decodes up to `row.limit` tokens."""
+
+    def can_guide(self, cache: Any) -> bool:
+        """Whether `decode` can ask for masks between the tokens that follow a cache; if it could be, what is
+        missing is loaded in the background."""
+        del cache
+        return False
 
     def expect(self, tokens: np.ndarray) -> None:
         """Announces the tokens `[M]` of the next pass, so that the runner can prefetch weights for them."""

@@ -418,9 +418,8 @@ class Executor:
             Job.deliver([job])
 
     def _dispatch(self) -> None:
-        beside = sum(job.stage == "decode" for job in self._jobs.values()) > 1
         for job in self._jobs.values():
-            job.refresh(beside)
+            job.refresh()
         queue = self.queue(inbox=False)
         # Under memory pressure only running calls continue.
         if self.memory.short_bytes > 0 and queue.running:

@@ -265,12 +265,8 @@ class Job(Work):
         """Number of the answer's tokens that are in no event yet."""
         return 0 if self.run is None else len(self.run.tokens) - self._sent
 
-    def refresh(self, beside: bool = False) -> None:
-        """Updates what the scheduler sees, in the engine's thread.
-
-        Args:
-          beside: whether others decode, with which it shares a dispatch once its mask is there.
-        """
+    def refresh(self) -> None:
+        """Updates what the scheduler sees, in the engine's thread."""
         run, cost = self.run, self._expected
         self.since_ms, self.token_ms = 1000 * self._last_s, cost.tpot_ms
         self.context_bytes = 0 if self.turn is None else self.turn.most_bytes
@@ -280,8 +276,7 @@ class Job(Work):
             self.due_ms, self.left_ms = 1000 * self.arrived_s + self._ttft_ms, cost.ttft_ms
             self.rest_ms = cost.ttft_ms + cost.tpot_ms * config.max_tokens
             return
-        matcher = run.decoding.matcher if beside and run.runner.batch is not None else None
-        self.ready = run.decoding.ready if matcher is None else matcher.soon()
+        self.ready = run.decoding.ready
         self.stage, self.batchable = run.stage, batchable(run)
         decoded_ms = cost.tpot_ms * run.wanted_tokens
         if run.stage in ("decode", "finish"):

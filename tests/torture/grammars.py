@@ -11,8 +11,8 @@ from typing import Any
 from jaxllm import EngineOptions, GenerationConfig
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import Sampling
-from jaxllm.serving.guided.compiler import REPLY_S
 from jaxllm.serving.guided.grammar import MAX_GRAMMAR_BYTES, Grammar
+from jaxllm.serving.guided.matcher import REPLY_S
 from jaxllm.serving.server.calls import Call
 from jaxllm.serving.server.scheduler import SchedulerOptions
 from jaxllm.serving.server.service import LLMService

@@ -11,8 +11,9 @@ std::atomic<int64_t> busy{0};
 
 }  // namespace
 
-const Target* const kTargets[] = {kProductTargets,  kAttentionTargets, kDocumentTargets, kTokenTargets,
-                                  kSamplingTargets, kChunkTargets,     kExpertTargets,   nullptr};
+const Target* const kTargets[] = {kProductTargets, kAttentionTargets, kDocumentTargets,
+                                  kTokenTargets,   kSamplingTargets,  kChunkTargets,
+                                  kExpertTargets,  kMaskTargets,      nullptr};
 
 int64_t busy_ns() { return busy; }
 void add_busy_ns(int64_t ns) { busy += ns; }

@@ -10,7 +10,7 @@ struct Target {
 };
 // One list for each file of handlers; each ends with a null name.
 extern const Target kProductTargets[], kAttentionTargets[], kDocumentTargets[], kTokenTargets[],
-    kSamplingTargets[], kChunkTargets[], kExpertTargets[];
+    kSamplingTargets[], kChunkTargets[], kExpertTargets[], kMaskTargets[];
 // All lists; ends with null.
 extern const Target* const kTargets[];
 

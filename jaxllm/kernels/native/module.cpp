@@ -9,6 +9,7 @@
 
 #include "chunk_tables.h"
 #include "ffi.h"
+#include "masks.h"
 #include "ops.h"
 #include "pool.h"
 #include "weight_tables.h"
@@ -301,6 +302,24 @@ PyObject* close_chunks(PyObject*, PyObject* number) {
   return closed(number, jaxllm::close_chunks, held_chunks);
 }
 
+PyObject* open_channel(PyObject*, PyObject* arguments) {
+  int descriptor;
+  const char* plain;
+  Py_ssize_t bytes;
+  if (!PyArg_ParseTuple(arguments, "iy#", &descriptor, &plain, &bytes)) return nullptr;
+  const uint64_t handle = jaxllm::open_channel(descriptor, {plain, plain + bytes});
+  if (handle == 0) {
+    PyErr_SetString(PyExc_ValueError, "it is no open socket, or too many channels of masks are open");
+    return nullptr;
+  }
+  return PyLong_FromUnsignedLongLong(handle);
+}
+
+PyObject* close_channel(PyObject*, PyObject* number) {
+  static Held none;
+  return closed(number, jaxllm::close_channel, none);
+}
+
 PyMethodDef kMethods[] = {
     {"targets", targets, METH_NOARGS, "XLA FFI handlers by name, as capsules."},
     {"backends", backends, METH_NOARGS, "Names of the kernels that this processor runs, fastest first."},
@@ -319,6 +338,10 @@ PyMethodDef kMethods[] = {
     {"open_chunks", open_chunks, METH_VARARGS,
      "Opens a table of chunks, whose blobs it holds: form, heads, bits, chunks; returns its handle."},
     {"close_chunks", close_chunks, METH_O, "Closes a table of chunks; whether it was open."},
+    {"open_channel", open_channel, METH_VARARGS,
+     "Opens a channel of masks: a socket, of which it has a descriptor of its own, and the bits of plain text; "
+     "returns its handle."},
+    {"close_channel", close_channel, METH_O, "Closes a channel of masks; whether it was open."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -21,7 +21,7 @@ from jaxllm.errors import (
     TemplateError,
     Unreadable,
 )
-from jaxllm.serving.guided.compiler import GrammarLate
+from jaxllm.serving.guided.matcher import GrammarLate
 from jaxllm.serving.server.calls import AdapterBusy, AdapterGone, ContextBusy, Refused
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,9 @@ import pytest
 
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.guided.calls import answer_grammar
-from jaxllm.serving.guided.compiler import GrammarCompiler, Matcher
+from jaxllm.serving.guided.compiler import GrammarCompiler
 from jaxllm.serving.guided.grammar import Grammar
+from jaxllm.serving.guided.matcher import Matcher
 from jaxllm.text.answer_syntax import GENERIC, JSON_OBJECT, AnswerFormat, written
 from jaxllm.text.tokenizer import Tokenizer
 from tests.text import answer_templates as own

@@ -16,7 +16,7 @@ from jaxllm.errors import ConfigError
 from jaxllm.models.decoder import forward, logits
 from jaxllm.serving.engine import guided_decoding as guided
 from jaxllm.serving.engine.guided_decoding import token_logprob
-from jaxllm.serving.guided.compiler import Matcher
+from jaxllm.serving.guided.matcher import Matcher
 from tests.serving.ways import opened
 
 PROMPT = [5, 9, 2, 44, 17, 3, 3, 8]
@@ -178,8 +178,10 @@ def test_the_window_and_what_slides(engine, sliding):
 
 
 @pytest.mark.parametrize("way", ["int8", "streamed", "drafted"])
-def test_tokens_under_one_mask_and_late_masks_give_what_masks_in_time_give(way, tmp_path, monkeypatch):
-    """Tokens that are sampled together, plainly or drafted, and what is computed before a mask came."""
+def test_masks_between_tokens_and_tokens_under_one_mask_give_what_a_mask_for_each_gives(
+    way, tmp_path, monkeypatch
+):
+    """Masks that the device asks for, and tokens that are sampled together, plainly or drafted."""
     engine = opened(way, tmp_path / "model.jaxllm", OPTIONS)
     sequence = {"type": "array", "items": {"enum": ["hello the", "no"]}, "minItems": 4}
     story = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
@@ -197,19 +199,18 @@ def test_tokens_under_one_mask_and_late_masks_give_what_masks_in_time_give(way, 
     cases += [config("[a-z ]{30,50}", seed=seed, max_tokens=60) for seed in range(3)]
     filters = Sampling(temperature=1.5, top_k=20, top_p=0.9, seed=1)
     cases += [config(text, max_tokens=60, sampling=filters) for text in ("[a-z ]{30,}", "[a-z ]{3,50}")]
-    meanwhile, offers, offer = [], [], Matcher.offer
+    offers, asked, offer = [], [], Matcher.offer
 
-    def offered(self, tokens, jumps):
-        offers.append((offer(self, tokens, jumps), len(tokens)))
-        return offers[-1][0]
+    def offered(self, tokens, jumps, **how):
+        (asked if how else offers).append((offer(self, tokens, jumps, **how), len(tokens)))
+        return (asked if how else offers)[-1][0]
 
-    def answers(tokens, late=False):
+    def answers(tokens, guides=False):
         with monkeypatch.context() as patch:
             patch.setattr(guided.Chances, "tokens", tokens)
             patch.setattr(Matcher, "offer", offered)
-            if late:
-                patch.setattr(Matcher, "ready", property(lambda self: self._asked_s is None))
-                patch.setattr(Matcher, "soon", lambda self: meanwhile.append(self.ready) or self.ready)
+            if not guides:
+                patch.setattr(guided.GuidedDecoding, "_can_guide_after", lambda self, row: False)
             found = [engine.generate(PROMPT, each) for each in cases]
         drafted.append(sum(each.drafted_tokens for each in found))
         return [(each.tokens, each.finish_reason) for each in found]
@@ -217,13 +218,15 @@ def test_tokens_under_one_mask_and_late_masks_give_what_masks_in_time_give(way, 
     drafted: list[int] = []
     expected = answers(lambda self, wide, most, one_pass: 1)
     assert not offers
-    assert answers(lambda self, wide, most, one_pass: 1, late=True) == expected
+    assert answers(lambda self, wide, most, one_pass: 1, guides=True) == expected
+    assert sum(kept for kept, _ in asked) > 200 or way != "int8"
+    # Plain text under the last mask, which its own cut.
+    assert any(kept < tokens for kept, tokens in asked) or way != "int8"
     assert answers(lambda self, wide, most, one_pass: min(most, 9)) == expected
     assert answers(guided.Chances.tokens) == expected
     # Most tokens of a draft are refused before the grammar is asked.
     assert {kept == tokens for kept, tokens in offers} == ({True} if way == "drafted" else {True, False})
     assert max(kept for kept, _ in offers) > 2
-    assert meanwhile.count(False) > 20 or way != "int8"
     assert drafted[:2] == [0, 0]
     assert (drafted[2] > 10) == (way == "drafted")
     assert all(len(tokens) <= case.max_tokens for case, (tokens, _) in zip(cases, expected, strict=True))

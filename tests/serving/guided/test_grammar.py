@@ -14,8 +14,9 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.guided import compiler as compilers
-from jaxllm.serving.guided.compiler import GrammarCompiler, GrammarLate, Matcher
+from jaxllm.serving.guided.compiler import GrammarCompiler
 from jaxllm.serving.guided.grammar import MAX_GRAMMAR_BYTES, Grammar
+from jaxllm.serving.guided.matcher import REPLY_S, GrammarLate, Matcher
 from jaxllm.text.tokenizer import Tokenizer
 from tests.tiny import END_ID, VOCAB_SIZE, tiny_tokenizer
 
@@ -206,7 +207,7 @@ def test_who_has_waited_long_enough_waits_no_longer(fresh_compiler):
     try:
         matcher.take([token])
         assert not matcher.ready
-        matcher._asked_s -= compilers.REPLY_S
+        matcher._asked_s -= REPLY_S
         assert matcher.ready
         with pytest.raises(GrammarLate, match="no answer came within 10 seconds"):
             matcher.wait()

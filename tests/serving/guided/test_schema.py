@@ -85,7 +85,7 @@ def random_answer():
     ends, data = list(tokenizer.files.eos_ids), json.loads(tokenizer.files.tokenizer_json)
     data["truncation"] = data["padding"] = None
     native = llguidance.LLTokenizer(json.dumps(data), n_vocab=VOCAB_SIZE, eos_token=ends)
-    request = {"stop_ids": ends, "text_tokens": tokenizer.vocab_size, "completed": True}
+    request = {"stop_ids": ends, "end_ids": ends, "text_tokens": tokenizer.vocab_size, "completed": True}
 
     def following(text, kind="json_schema"):
         found = worker._Following(native, request | {"kind": kind, "text": text})
@@ -96,14 +96,17 @@ def random_answer():
         draw, found, tokens, last = np.random.default_rng(seed), following(text, kind), [], []
         while True:
             state = found.follow(last, most - len(tokens) + len(last))
-            taken, may_end, completed, _, forced, mask = worker.parsed_state(state)
+            taken, may_end, completed, _, goes_on, forced, mask = worker.parsed_state(state)
             assert taken == len(last)
             tokens += forced
             allowed = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little", count=VOCAB_SIZE)
-            allowed[tokenizer.vocab_size :] = allowed[ends] = 0
-            if completed or (may_end and (not allowed.any() or draw.random() < 0.1)):
+            assert not allowed[tokenizer.vocab_size :].any()
+            assert all(allowed[ends] == (may_end and not completed))
+            allowed[ends] = 0
+            assert goes_on == allowed.any()
+            if completed or (may_end and (not goes_on or draw.random() < 0.1)):
                 return tokenizer.decode(tokens)
-            assert allowed.any(), f"nothing may follow {tokenizer.decode(tokens)!r}"
+            assert goes_on, f"nothing may follow {tokenizer.decode(tokens)!r}"
             if len(tokens) == most:
                 return None
             last = [int(draw.choice(np.flatnonzero(allowed)))]

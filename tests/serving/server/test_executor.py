@@ -16,8 +16,9 @@ from jaxllm.serving.contexts.options import ContextOptions
 from jaxllm.serving.elastic.objectives import Latency, expected_cost
 from jaxllm.serving.elastic.planner import Load, Planner, Proposal
 from jaxllm.serving.elastic.profile import DeviceProfile
-from jaxllm.serving.guided.compiler import Matcher, PreparedGrammar
+from jaxllm.serving.guided.compiler import PreparedGrammar
 from jaxllm.serving.guided.grammar import Grammar, Thought
+from jaxllm.serving.guided.matcher import Matcher
 from jaxllm.serving.server import executor as executors
 from jaxllm.serving.server.calls import Conversation, Ended, Piece, Refused, Started
 from jaxllm.serving.server.limits import AppLimits

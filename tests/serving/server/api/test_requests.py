@@ -20,7 +20,7 @@ from jaxllm.errors import (
     TemplateError,
 )
 from jaxllm.serving.elastic.objectives import EndToEnd, Latency
-from jaxllm.serving.guided.compiler import GrammarLate
+from jaxllm.serving.guided.matcher import GrammarLate
 from jaxllm.serving.server.api.answers import Answer, objective_of
 from jaxllm.serving.server.api.app import _ROUTES
 from jaxllm.serving.server.api.requests import ApiState
