@@ -56,7 +56,10 @@ def locust_rate(url: str, folder: Path) -> float:
     options = ["--headless", "--json", f"-u{CALLERS}", f"-r{CALLERS}", f"-t{SECONDS}s", "-s60", "-f", file]
     (stats,) = json.loads(ran("locust", folder, *options, "-H", url))
     assert stats["num_failures"] == 0 < stats["num_requests"], stats
-    return ANSWER_TOKENS * stats["num_requests"] / (stats["last_request_timestamp"] - stats["start_time"])
+    # Its time begins when the first answer has come.
+    first_s = stats["total_response_time"] / stats["num_requests"] / 1000
+    took_s = first_s + stats["last_request_timestamp"] - stats["start_time"]
+    return ANSWER_TOKENS * stats["num_requests"] / took_s
 
 
 def guidellm_rate(url: str, folder: Path) -> float:
@@ -117,6 +120,9 @@ def ran(module: str, folder: Path, *options: str) -> str:
 def test_others_count_what_the_benchmark_counts(
     rate: Callable[[str, Path], float], url: str, tmp_path: Path
 ) -> None:
+    if QUIET:
+        # A service that has just begun still compiles.
+        own_rate(url, tmp_path)
     rates = [measure(url, tmp_path) for measure in (own_rate, rate) * (3 if QUIET else 1)]
     assert min(rates) > 0
     if QUIET:
