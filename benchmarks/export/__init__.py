@@ -1,6 +1,7 @@
 """`jaxllm bench export`: exported programs beside the live engine that they were exported from."""
 
 import dataclasses
+from typing import Literal
 
 import click
 
@@ -35,6 +36,9 @@ class Plan(plans.TimedPlan, plans.TextPlan):
     answer_tokens: int = plans.sized(48, quick=16)
     text_windows: int = plans.sized(12, quick=2)
     context_tokens: int = plans.sized(1024, quick=256)
+    weights: Literal["int8", "int4"] = plans.sized(
+        "int8", "Width of quantized weights in every format; of llama.cpp Q8_0 and Q4_1."
+    )
     sampled_precisions: tuple[str, ...] = plans.sized(("f32", "int8"), quick=("int8",))
     memory_calls: int = plans.sized(100, quick=10)
     patience_s: float = plans.sized(60.0, quick=2.0)
@@ -52,6 +56,7 @@ def export_command(bench: plans.Run[Plan]) -> plans.Run[Plan]:
       jaxllm bench export
       jaxllm bench export --shape 110m --threads 1
       jaxllm bench export --only sampling
+      jaxllm bench export --only formats --weights int4
     """
     from benchmarks.samples import stories_file
 

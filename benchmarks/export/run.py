@@ -4,8 +4,9 @@ All are made of the same float weights, each by a command of its own. `jaxllm` i
 `jaxllm-int8` on 8 bits, `jaxllm-live-steps` the steps that programs are made of, jitted: the difference
 between it and `jaxllm-stablehlo` is what exporting costs. TFLite models run through our loop on LiteRT
 (`jaxllm-tflite-...`) and, at 8 bits as a bundle, through LiteRT-LM; the float one that Google's AI Edge
-Quantizer has quantized, and llama.cpp at 8 bits, stand beside them where these are installed. Each runs in a
-process of its own, in alternation; LiteRT-LM, which only its own benchmark times, after them.
+Quantizer has quantized, and llama.cpp at 8 bits, stand beside them where these are installed. With `--weights
+int4` all have 4 bits in place of 8. Each runs in a process of its own, in alternation; LiteRT-LM, which only
+its own benchmark times, after them.
 
 Parts of TFLite programs are measured by themselves: sampling inside of programs, W8A8 with its shadow, and
 stage programs on two processors in each order, beside the simulator's times of the same stages, and beside
@@ -40,6 +41,7 @@ from benchmarks.harness.report import Row, compared, row
 from benchmarks.int8_prefill.accuracy import missing
 from benchmarks.models import Checkpoint, calibrated_model, calibrated_shapes
 from benchmarks.peers import PEERS, Opening, process
+from benchmarks.peers.llama import FORMATS
 from benchmarks.peers.ours import BLOCKS, DRAWN, GREEDY
 from benchmarks.peers.peer import missing_packages
 from benchmarks.samples import SEPARATOR
@@ -54,11 +56,13 @@ from jaxllm.serving.ground.bundles import open_model
 from jaxllm.serving.ground.options import CPU_CHUNK_TOKENS, cache_lengths
 from jaxllm.text.tokenizer import Tokenizer
 
-LIVE, LIVE_INT8, STEPS, STABLEHLO = "jaxllm", "jaxllm-int8", "jaxllm-live-steps", "jaxllm-stablehlo"
-TFLITE = {precision: f"jaxllm-tflite-{precision}" for precision in ("f32", "int8", "w8a8")}
+LIVE, STEPS, STABLEHLO = "jaxllm", "jaxllm-live-steps", "jaxllm-stablehlo"
+LIVE_AT = {width: f"{LIVE}-{width}" for width in ("int8", "int4")}
+TFLITE = {precision: f"jaxllm-tflite-{precision}" for precision in ("f32", "int8", "int4", "w8a8")}
 EDGE_QUANTIZER = "AI-Edge-Quantizer"
 LITERT_LM = "LiteRT-LM"
 LLAMA_CPP = "llama.cpp"
+_LIVE = LIVE, *LIVE_AT.values()
 VERIFY_TOKENS = 64
 # Of StableHLO, as `jaxllm export` has it.
 BLOCK_TOKENS = 16
@@ -112,10 +116,10 @@ def _format_rows(model: Path, bench: Run[Plan]) -> list[Row]:
         )
     prompts = _prompts(text, vocab, plan, tokenizer)
     with tempfile.TemporaryDirectory() as scratch:
-        exports = make_exports(path, Path(scratch), context, plan.text, bench.tell)
+        exports = make_exports(path, Path(scratch), plan, bench.tell)
         with process.opened(_openings(folder, path, exports, bench), bench.progress) as children:
             systems = [
-                process.System(name, child, (BLOCKS,) if name in (LIVE, LIVE_INT8) else tuple(child.settings))
+                process.System(name, child, (BLOCKS,) if name in _LIVE else tuple(child.settings))
                 for name, child in children.items()
             ]
             results = process.alternate(systems, vocab, plan=plan, progress=bench.progress)
@@ -154,7 +158,7 @@ def _openings(
     programs = {name: each.path for name, each in exports.items() if name != LITERT_LM}
     return {
         LIVE: process.opening_of(plan, "jaxllm", folder, "f32", **ours),
-        LIVE_INT8: process.opening_of(plan, "jaxllm", folder, "int8", **ours),
+        LIVE_AT[plan.weights]: process.opening_of(plan, "jaxllm", folder, plan.weights, **ours),
         STEPS: process.opening_of(plan, "live-steps", bundle, "f32", **steps),
         **{name: process.opening_of(plan, "programs", path) for name, path in programs.items()},
         **llama_cpp(folder, bench),
@@ -201,7 +205,8 @@ def opening_rows(
 _BESIDE = {
     STABLEHLO: (STEPS, LIVE),
     TFLITE["f32"]: (LIVE,),
-    TFLITE["int8"]: (LIVE_INT8, LLAMA_CPP, EDGE_QUANTIZER, TFLITE["f32"]),
+    TFLITE["int8"]: (LIVE_AT["int8"], LLAMA_CPP, EDGE_QUANTIZER, TFLITE["f32"]),
+    TFLITE["int4"]: (LIVE_AT["int4"], LLAMA_CPP, TFLITE["f32"]),
     TFLITE["w8a8"]: (TFLITE["int8"],),
 }
 
@@ -216,7 +221,7 @@ def speed_rows(
         if ours in beside:
             shown = process.rate_rows(results, beside, plan, ours=ours)
             rows += [each for each in shown if each.system == ours]
-    for name in (LIVE, LIVE_INT8, STEPS, LLAMA_CPP, EDGE_QUANTIZER):
+    for name in (*_LIVE, STEPS, LLAMA_CPP, EDGE_QUANTIZER):
         rows += process.rate_rows(results, [name], plan, ours=name) if name in systems else []
     if runtime is not None:
         for prompt, phase in itertools.product(plan.prompt_tokens, ("prefill", "decode")):
@@ -235,7 +240,7 @@ def agreement_rows(
     runtime: Mapping[str, Any] | None,
 ) -> list[Row]:
     """How many greedy answers are the live engine's, token by token; LiteRT-LM's as text, where there are
-    such those of the programs of 8 bits."""
+    such those of the programs of as many bits."""
 
     def answers(child: process.Child) -> list[list[int]]:
         return [child.answer(each, answer_tokens - 1, child.settings[0])["ids"] for each in prompts]
@@ -248,8 +253,9 @@ def agreement_rows(
             same = sum(one == other for one, other in zip(ids, wanted, strict=True))
             rows.append(row(case, "agreement", same / len(prompts), system=system))
     if runtime is not None and runtime["texts"]:
-        stops, at_8_bits = set(tokenizer.eos_ids), found.get(TFLITE["int8"], wanted)
-        ended = [itertools.takewhile(lambda each: each not in stops, ids) for ids in at_8_bits]
+        stops, like = set(tokenizer.eos_ids), (TFLITE[each] for each in LIVE_AT if TFLITE[each] in found)
+        alike = found.get(next(like, ""), wanted)
+        ended = [itertools.takewhile(lambda each: each not in stops, ids) for ids in alike]
         texts = [tokenizer.decode([*ids]) for ids in ended]
         same = sum(one.strip() == other.strip() for one, other in zip(runtime["texts"], texts, strict=True))
         rows.append(row(case, "agreement", same / len(prompts), system=LITERT_LM))
@@ -266,21 +272,12 @@ def llama_cpp(folder: Path, bench: Run[Plan]) -> dict[str, Opening]:
     if missing := missing_packages(*PEERS[LLAMA_CPP].packages):
         bench.tell(f"without {LLAMA_CPP}: {missing} is not installed (pip install 'jaxllm[peers]')")
         return {}
-    return {LLAMA_CPP: process.opening_of(bench.plan, LLAMA_CPP, folder, "Q8_0")}
+    return {LLAMA_CPP: process.opening_of(bench.plan, LLAMA_CPP, folder, FORMATS[bench.plan.weights])}
 
 
-def make_exports(
-    bundle: Path, scratch: Path, context_tokens: int, text: Path | None, tell: Tell
-) -> dict[str, Export]:
-    """Exports a bundle in every format whose packages are installed.
-
-    Args:
-      text: its end calibrates w8a8; None leaves that out.
-
-    Returns:
-      The exports by system.
-    """
-    made, commands = {}, _commands(scratch, context_tokens, text)
+def make_exports(bundle: Path, scratch: Path, plan: Plan, tell: Tell) -> dict[str, Export]:
+    """Exports a bundle in every format whose packages are installed: the exports by system."""
+    made, commands = {}, _commands(scratch, plan)
     for form, module in _NEEDED.items():
         if importlib.util.find_spec(module) is None:
             missing = [system for system, options in commands.items() if options[1] == form]
@@ -291,7 +288,7 @@ def make_exports(
             made[system] = exported(bundle, scratch / str(options[1]) / system, *options)
         except JaxllmError as error:
             tell(f"without {system}: {error}")
-    if (floats := made.get(TFLITE["f32"])) is not None:
+    if plan.weights == "int8" and (floats := made.get(TFLITE["f32"])) is not None:
         try:
             made[EDGE_QUANTIZER] = quantize_folder(floats, scratch / EDGE_QUANTIZER)
         except JaxllmError as error:
@@ -299,18 +296,19 @@ def make_exports(
     return made
 
 
-def _commands(scratch: Path, context_tokens: int, text: Path | None) -> dict[str, list[Any]]:
-    """Options of `jaxllm export` by system; the second one is the format."""
+def _commands(scratch: Path, plan: Plan) -> dict[str, list[Any]]:
+    """Options of `jaxllm export` by system; the second is the format. A text's end calibrates w8a8."""
+    context_tokens, text, width = plan.context_tokens, plan.text, plan.weights
     sizes = [*chunk_options(CPU_CHUNK_TOKENS, context_tokens), "--context", context_tokens]
     platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
     tree = ["--verify-tokens", min(VERIFY_TOKENS, context_tokens)]
     commands: dict[str, list[Any]] = {
         STABLEHLO: ["--format", "stablehlo", "--platform", platform, *sizes, *tree],
         TFLITE["f32"]: ["--format", "tflite", *sizes, *tree],
-        TFLITE["int8"]: ["--format", "tflite", "--precision", "int8", *sizes, *tree],
-        LITERT_LM: ["--format", "litertlm", "--precision", "int8", *sizes],
+        TFLITE[width]: ["--format", "tflite", "--precision", width, *sizes, *tree],
+        LITERT_LM: ["--format", "litertlm", "--precision", width, *sizes],
     }
-    if text is not None:
+    if text is not None and width == "int8":
         part = scratch / "calibration.txt"
         part.write_bytes(text.read_bytes()[-CALIBRATION_BYTES:])
         w8a8 = ["--precision", "w8a8", "--static-verify", "--calibration-text", part]
