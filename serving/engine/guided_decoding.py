@@ -10,7 +10,6 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from jaxllm.serving.engine.decoding import Decoding, TokenLogprob, counted
-from jaxllm.serving.guided.worker import NO_LIMIT
 from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Guide, prefill_prompt
 
 if TYPE_CHECKING:
@@ -165,8 +164,7 @@ class GuidedDecoding(Decoding):
             # they change with the length that a text may still have.
             plain = b"" if self._cannot_rollback or matcher.same else matcher.plain
             self._channel = matcher.channel, MaskChannel(matcher.channel.fileno(), plain)
-        left = -1 if matcher.left == NO_LIMIT else matcher.left
-        guide = Guide(self._channel[1].operand, left, matcher.same, matcher.allowed())
+        guide = Guide(self._channel[1].operand, matcher.left, matcher.same, matcher.allowed())
         cache, before = dataclasses.replace(row.cache, length=np.int32(cached)), _kept_progress(row.sampler)
         found = self.runner.decode(dataclasses.replace(row, cache=cache, guide=guide))
         if NO_TOKEN in found.tokens:

@@ -204,8 +204,8 @@ class Matcher:
 
     @property
     def left(self) -> int:
-        """Number of tokens that may follow; `NO_LIMIT` for any number."""
-        return NO_LIMIT if self._most_tokens is None else max(0, self._most_tokens - self._taken)
+        """Number of tokens that may follow; -1 for any number."""
+        return -1 if self._most_tokens is None else max(0, self._most_tokens - self._taken)
 
     def offer(
         self,
@@ -262,7 +262,7 @@ class Matcher:
         if self.channel is not None:
             # A process that has ended is found by `wait`.
             with contextlib.suppress(OSError):
-                send(self.channel, array.array("I", [self.left, self.same, *tokens]).tobytes())
+                send(self.channel, array.array("I", [self.left & NO_LIMIT, self.same, *tokens]).tobytes())
 
     def _set(self, state: bytes) -> None:
         taken, self._may_end, self.completed, self.nested, self._goes_on, forced, mask = parsed_state(state)
