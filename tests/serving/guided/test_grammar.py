@@ -14,9 +14,10 @@ import pytest
 from jaxllm.errors import ConfigError
 from jaxllm.serving.engine.request import GenerationConfig
 from jaxllm.serving.guided import compiler as compilers
+from jaxllm.serving.guided import matcher as matchers
 from jaxllm.serving.guided.compiler import GrammarCompiler
 from jaxllm.serving.guided.grammar import MAX_GRAMMAR_BYTES, Grammar
-from jaxllm.serving.guided.matcher import REPLY_S, GrammarLate, Matcher
+from jaxllm.serving.guided.matcher import GrammarLate, Matcher
 from jaxllm.text.tokenizer import Tokenizer
 from tests.tiny import END_ID, VOCAB_SIZE, tiny_tokenizer
 
@@ -126,7 +127,7 @@ def followed(matcher):
 @pytest.mark.parametrize("kind", KILLERS)
 def test_a_grammar_that_ends_its_process_ends_its_call_alone(fresh_compiler, monkeypatch, kind):
     # They have a second of the processor, which may take many on a machine that tests keep busy.
-    monkeypatch.setattr(compilers, "REPLY_S", 120.0)
+    monkeypatch.setattr(matchers, "REPLY_S", 120.0)
     begun = fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{3}[cd]"), STOPS)
     take_first(begun)
     killer = Grammar(kind=kind, text=KILLERS[kind])
@@ -158,7 +159,7 @@ def test_a_stop_of_the_service_ends_no_answer(fresh_compiler, monkeypatch):
     # What the machine was too busy for is tried again.
     with monkeypatch.context() as patch:
         patch.setattr(compilers, "_START_S", 0.0)
-        patch.setattr(compilers, "REPLY_S", 1e-6)
+        patch.setattr(matchers, "REPLY_S", 1e-6)
         with pytest.raises(GrammarLate, match=r"could not be compiled now: .* ask again"):
             fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{3}"), STOPS)
     matcher = fresh_compiler.matcher(Grammar(kind="regex", text="[ab]{3}"), STOPS)
@@ -207,7 +208,7 @@ def test_who_has_waited_long_enough_waits_no_longer(fresh_compiler):
     try:
         matcher.take([token])
         assert not matcher.ready
-        matcher._asked_s -= REPLY_S
+        matcher._asked_s -= matchers.REPLY_S
         assert matcher.ready
         with pytest.raises(GrammarLate, match="no answer came within 10 seconds"):
             matcher.wait()

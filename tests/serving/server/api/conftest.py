@@ -21,6 +21,7 @@ from jaxllm.serving.server.api.app import make_app
 from jaxllm.serving.server.api.errors import ApiError
 from jaxllm.serving.server.api.requests import ApiState
 from jaxllm.serving.server.calls import AdapterFacts, Call, ContextFacts, Conversation, Event, ModelFacts
+from jaxllm.serving.server.device_state import DeviceState
 from jaxllm.serving.server.limits import Bindings
 from tests.serving.server.api.scripted import answer_format, patched
 from tests.serving.server.services import running
@@ -124,6 +125,10 @@ class FakeBackend:
         self.kept: dict[tuple[str, str], ContextFacts] = {}
         self.bindings = Bindings({"bound": Binding(Slo(ttft=0.4, tpot=0.7), strict=True)})
         self.named = {"mail": AdapterFacts(name="mail", digest="d1", size_bytes=5, created_s=1.0)}
+        self.device = DeviceState()
+
+    def require_executor(self) -> "FakeBackend":
+        return self
 
     def said(self, call: Call) -> Sequence[str]:
         return self.pieces if self.script is None else self.script(call)
