@@ -104,7 +104,7 @@ def process_kernels() -> Kernels:
     if switched_off():
         return Kernels("xla", f"{CHOICE_VARIABLE}=xla")
     try:
-        library = _library()
+        library = native_library()
         choices, built, refused = library.backends(), library.built_backends(), library.refused_backends()
         for name, target in library.targets().items():
             jax.ffi.register_ffi_target(name, target, platform="cpu")
@@ -140,22 +140,22 @@ def set_threads(count: int) -> None:
     """
     _check_threads("threads", count)
     if kernels().native:
-        _library().set_threads(count)
+        native_library().set_threads(count)
 
 
 def threads() -> int:
     """Returns the number of threads that share a kernel's work."""
-    return _library().threads() if kernels().native else 1
+    return native_library().threads() if kernels().native else 1
 
 
 def busy_ns() -> int:
     """Returns nanoseconds that this process has spent in native kernels (0 without them)."""
-    return _library().busy_ns() if kernels().native else 0
+    return native_library().busy_ns() if kernels().native else 0
 
 
 def read_all(data: np.ndarray) -> None:
     """Reads an array once with all threads, as fast as the kernels read weights; needs the library."""
-    _library().read_all(data)
+    native_library().read_all(data)
 
 
 def target(name: str) -> str:
@@ -171,7 +171,8 @@ def _check_threads(name: str, count: Any) -> int:
     return count
 
 
-def _library() -> Any:
+def native_library() -> Any:
+    """The native library."""
     # Not `from jaxllm.kernels import ...`: this form raises different errors for a missing and for a broken
     # library.
     import jaxllm.kernels._native as library  # pyright: ignore[reportMissingImports]: may not be built
@@ -209,7 +210,7 @@ _ALIGN_BYTES = 64
 Operand = jax.Array | TableArray
 
 
-class _Table:
+class OpenTable:
     """An open table of the native library. It references its arrays, and closes when the memory of `operand`
     is free.
 
@@ -231,7 +232,7 @@ class _Table:
         self._finalizer()
 
 
-class WeightTable(_Table):
+class WeightTable(OpenTable):
     """Open table of the arrays of all layers, which native kernels look up by handle and row."""
 
     def __init__(self, rows: Sequence[Sequence[np.ndarray | jax.Array | None]]) -> None:
@@ -247,7 +248,7 @@ class WeightTable(_Table):
           BufferError: an array is not contiguous.
         """
         target("copy")
-        library = _library()
+        library = native_library()
         handle = library.open_table([[_buffer(each) for each in row] for row in rows])
         super().__init__(handle, library.close_table)
 
@@ -263,7 +264,7 @@ def _buffer(array: np.ndarray | jax.Array | None) -> np.ndarray | None:
 NO_CHUNKS = np.zeros(2, np.uint32)
 
 
-class ChunkTable(_Table):
+class ChunkTable(OpenTable):
     """Open table of the coded chunks of a context, which native attention finds by a handle. It checks once
     that each blob has the bytes of its width, and references their memory until it closes."""
 
@@ -294,25 +295,7 @@ class ChunkTable(_Table):
           ValueError: the size of a blob is not that of its width, or too many tables are open.
         """
         target("attention")
-        library, form = _library(), (tokens, width, half, keys_by_token, values_by_token, rotated)
+        library, form = native_library(), (tokens, width, half, keys_by_token, values_by_token, rotated)
         bits, blobs = [each for each, _ in chunks], [each for _, each in chunks]
         super().__init__(library.open_chunks(form, heads, bits, blobs), library.close_chunks)
         self.chunks = len(bits)
-
-
-class MaskChannel(_Table):
-    """Open channel of the native library to the process that follows an answer through its grammar."""
-
-    def __init__(self, descriptor: int, plain: bytes) -> None:
-        """Opens a channel.
-
-        Args:
-          descriptor: socket; the channel has a descriptor of its own.
-          plain: bits of the tokens after which a mask that allows most tokens is likely to stay.
-
-        Raises:
-          ValueError: the process has no descriptor left, or 4,096 channels are open.
-        """
-        target("follow")
-        library = _library()
-        super().__init__(library.open_channel(descriptor, plain), library.close_channel)

@@ -257,33 +257,5 @@ def draw(logits: jax.Array, floats: jax.Array, ints: jax.Array, seed: jax.Array)
     return _call("draw", jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32), logits, floats, ints, seed)
 
 
-# What came of tokens (kernels/native/masks.h): not asked about yet; the mask after them; it comes later, or
-# with more to read on the host; they could not be sent.
-KEPT, MASK, WAITING, CLOSED = range(4)
-
-
-def follow(
-    channel: jax.Array, tokens: jax.Array, mask: jax.Array, ints: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Asks the process that follows an answer through its grammar for the mask after tokens that were sampled
-    under the same one; not yet if the last is plain text, and most tokens were allowed.
-
-    Args:
-      channel: `[2]` uint32, the handle of a `MaskChannel`.
-      tokens: `[1, N]` int32.
-      mask: `[V]` float32, the last mask: 0, or -inf for tokens that are not allowed.
-      ints: `[5]` int32: whether to ask at all; index of the first token that was not asked about, and that
-        after the last; the number of tokens that may follow before the first, -1 for any number; and whether
-        the masks of all must be equal.
-
-    Returns:
-      The next mask `[V]`, or the same; and int32, one of the replies above.
-    """
-    results = jax.ShapeDtypeStruct(mask.shape, jnp.float32), jax.ShapeDtypeStruct((1,), jnp.int32)
-    call = jax.ffi.ffi_call(target("follow"), results, has_side_effect=True, input_output_aliases={2: 0})
-    mask, reply = call(channel, tokens, mask, ints)
-    return mask, reply[0]
-
-
 def _call(name: str, result: jax.ShapeDtypeStruct, *operands: jax.Array) -> Any:
     return jax.ffi.ffi_call(target(name), result, vmap_method="broadcast_all")(*operands)

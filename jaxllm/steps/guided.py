@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from jaxllm.axes import Axes, shaped
 from jaxllm.config import ModelConfig
-from jaxllm.kernels.native_attention import CLOSED, KEPT, MASK, WAITING, follow
+from jaxllm.kernels.native_masks import CLOSED, KEPT, MASK, WAITING, follow
 from jaxllm.kv.cache import KVCache
 from jaxllm.models.parameters import Params
 from jaxllm.sampling import NO_TOKEN, SamplerState
@@ -23,8 +23,8 @@ class GuidedEnd(BlockEnd):
     """End conditions of a block, which also ends where the grammar has more to tell than a mask.
 
     Attributes:
-      channel: `[2]` uint32, the handle of a `jaxllm.kernels.native.MaskChannel` to the process that follows
-        the answer (see `jaxllm.serving.guided`).
+      channel: `[2]` uint32, the handle of a `jaxllm.kernels.native_masks.MaskChannel` to the process that
+        follows the answer (see `jaxllm.serving.guided`).
       left: int32 scalar, number of tokens that may follow; -1 for any number.
       same: int32 scalar, 1 if tokens that share a mask need equal masks.
       mask: `[V]` float32, the first token's mask: 0, or -inf for tokens that are not allowed.

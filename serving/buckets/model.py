@@ -112,21 +112,6 @@ class DecodeBucket(CacheBucket):
         return model.lowered(step, *shapes, donated=(2, 4))
 
 
-class GuidedBucket(DecodeBucket):
-    """Decodes tokens under a grammar (see `steps.guided.decode_guided`)."""
-
-    def lower(self, model: ModelShapes, /) -> jax.stages.Lowered:
-        """(params, token, cache, sampler's fixed part, its progress, end) -> tokens, counts, cache,
-        progress."""
-        from jaxllm.steps.guided import GuidedEnd, decode_guided
-
-        step = with_sampler(functools.partial(decode_guided, block=self.block_tokens), 3)
-        channel, mask = jax.ShapeDtypeStruct((2,), jnp.uint32), model.sampler[0].bias
-        end: Any = ids(MAX_STOP_IDS), SCALAR, channel, SCALAR, SCALAR, mask
-        shapes = ids(1), model.cache(self.cache_tokens), *model.sampler, GuidedEnd(*end)
-        return model.lowered(step, *shapes, donated=(2, 4))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchBucket(CacheBucket):
     """Decodes tokens of several sequences in one dispatch (see `steps.batch.decode_rows`).

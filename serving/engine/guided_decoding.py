@@ -10,7 +10,7 @@ import numpy as np
 from jaxllm.errors import ConfigError
 from jaxllm.sampling_state import NO_TOKEN, SamplerState
 from jaxllm.serving.engine.decoding import Decoding, TokenLogprob, counted
-from jaxllm.serving.runners.runner import BatchRow, DecodedRow, Guide, prefill_prompt
+from jaxllm.serving.runners.runner import BatchRow, DecodedRow, prefill_prompt
 
 if TYPE_CHECKING:
     from jaxllm.serving.engine.decoding import AnyMatcher
@@ -153,7 +153,8 @@ class GuidedDecoding(Decoding):
         """Decodes tokens whose masks the runner asks for, up to one after which the grammar has more to
         tell."""
         # Here, because devices without JAX have grammars, too.
-        from jaxllm.kernels.native import MaskChannel
+        from jaxllm.kernels.native_masks import MaskChannel
+        from jaxllm.serving.buckets.guided import Guide
 
         matcher = self.matcher
         assert matcher is not None

@@ -14,7 +14,7 @@ from jaxllm.models.layer_stack import STACK, LayerStack
 from jaxllm.sampling import SamplerState, Sampling, sampler_state
 from jaxllm.serving.buckets.bucket import Bucket, embedding_params, head_params, layer_params
 from jaxllm.serving.buckets.bucket_table import BucketTable
-from jaxllm.serving.buckets.model import BatchBucket, DecodeBucket, GuidedBucket, PrefillBucket
+from jaxllm.serving.buckets.model import BatchBucket, DecodeBucket, PrefillBucket
 from jaxllm.serving.ground.text_stream import MAX_STOP_IDS
 from jaxllm.serving.runners.level_runner import LevelRunner
 from jaxllm.serving.runners.runner import (
@@ -274,6 +274,8 @@ class ResidentRunner(LevelRunner):
         return self._guides and self.buckets.begin_loading(self._guided_bucket(cache.capacity_tokens))
 
     def _guided_bucket(self, cache: int) -> Bucket:
+        from jaxllm.serving.buckets.guided import GuidedBucket
+
         block = self.options.decode_block
         return self.model.bucket(GuidedBucket, block_tokens=block, cache_tokens=cache)
 
@@ -281,16 +283,9 @@ class ResidentRunner(LevelRunner):
         """See `Runner`: in one dispatch (see `steps.decode_tokens`)."""
         (bucket,) = self._decode_buckets(row.cache.capacity_tokens)
         end, sampler = BlockEnd(row.stop_ids, np.int32(row.limit)), row.sampler
-        if (guide := row.guide) is not None:
-            from jaxllm.steps.guided import GuidedEnd
-
-            bucket, mask = (
-                self._guided_bucket(row.cache.capacity_tokens),
-                np.where(guide.allowed, 0, -np.inf).astype(np.float32),
-            )
-            end = GuidedEnd(
-                end.stop_ids, end.limit, guide.channel, np.int32(guide.left), np.int32(guide.same), mask
-            )
+        if row.guide is not None:
+            bucket = self._guided_bucket(row.cache.capacity_tokens)
+            end = row.guide.end(row.stop_ids, row.limit)
         tokens, count, cache, progress = self.buckets.get(bucket)(
             self.model.params, row.token, row.cache, sampler.fixed, sampler.progress, end
         )

@@ -15,6 +15,7 @@ from jaxllm.sampling_state import SamplerState
 
 if TYPE_CHECKING:
     from jaxllm.kv.cache import TokenPositions
+    from jaxllm.serving.buckets.guided import Guide
     from jaxllm.speculation.token_tree import TokenTree
 
 PrefillMode = Literal["int8", "float"]
@@ -62,23 +63,6 @@ class Verdict(NamedTuple):
         """The first `count` tokens and nodes of a bucket's results."""
         n = int(count)
         return cls(np.asarray(tokens)[:n], np.asarray(path)[:n])
-
-
-@dataclasses.dataclass(frozen=True)
-class Guide:
-    """The process that follows an answer through its grammar, asked while the device decodes.
-
-    Attributes:
-      channel: `[2]` uint32, the handle of a `jaxllm.kernels.native.MaskChannel`.
-      left: number of tokens that may follow; -1 for any number.
-      same: whether tokens that share a mask need equal masks.
-      allowed: `[V]` bool, the allowed next tokens.
-    """
-
-    channel: np.ndarray
-    left: int
-    same: bool
-    allowed: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

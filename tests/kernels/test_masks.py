@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxllm.kernels.native import MaskChannel
-from jaxllm.kernels.native_attention import CLOSED, KEPT, MASK, WAITING, follow
+from jaxllm.kernels.native_masks import CLOSED, KEPT, MASK, WAITING, MaskChannel, follow
 from jaxllm.serving.guided import worker
 from tests.kernels.switching import needs_native
 
