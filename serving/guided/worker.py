@@ -184,8 +184,8 @@ class _Following:
         self._text = b""
         self.shortest, self._checked = 0, NO_LIMIT
         self._last_end = list[int]()
-        # The last mask, whether it allows tokens of the text, and whether the text may end there.
-        self._mask, self._goes_on, self._may_end = b"", False, False
+        # The last mask as bits, whether it allows tokens of the text, and whether the text may end there.
+        self._mask, self._goes_on, self._may_end = 0, False, False
         # Tokens of texts, and those that end the answer, as bits.
         size = tokenizer.vocab_size
         self._stops, ends = (_bits(request[name], size) for name in ("stop_ids", "end_ids"))
@@ -220,7 +220,7 @@ class _Following:
         before, may_end = self._mask, self._may_end
         taken, nested, (forced, ended) = 0, True, ([], False) if tokens else self._forced_by(left)
         for token in tokens:
-            if forced or ended or not nested or (taken and not _has(self._mask, token)):
+            if forced or ended or not nested or (taken and not self._mask >> token & 1):
                 break
             self._take([token])
             taken += 1
@@ -229,24 +229,23 @@ class _Following:
             nested = self._is_nested(before, may_end, same=same)
         if not tokens:
             self._compute_mask()
-        mask, goes_on = (bytes(len(self._mask)), False) if ended else (self._mask, self._goes_on)
+        mask, goes_on = (0, False) if ended else (self._mask, self._goes_on)
         nested = nested and not forced and not ended
         head = _HEAD.pack(taken, self._may_end, ended, nested, goes_on, len(forced))
-        return head + array.array("I", forced).tobytes() + mask
+        return head + array.array("I", forced).tobytes() + mask.to_bytes(self._mask_bytes, "little")
 
     def _compute_mask(self) -> None:
         found, self._may_end = self._matcher.compute_bitmask(), self._matcher.is_accepting()
         self._require_sound()
         text = int.from_bytes(found, "little") & self._text_tokens
-        self._goes_on = bool(text)
-        self._mask = (text | self._stops if self._may_end else text).to_bytes(len(found), "little")
+        self._goes_on, self._mask_bytes = bool(text), len(found)
+        self._mask = text | self._stops if self._may_end else text
 
-    def _is_nested(self, before: bytes, may_end: bool, *, same: bool) -> bool:
+    def _is_nested(self, before: int, may_end: bool, *, same: bool) -> bool:
         """Whether the mask is nested in another one (see `follow`)."""
         if same:
             return (self._mask, self._may_end) == (before, may_end)
-        more = int.from_bytes(self._mask) & ~int.from_bytes(before)
-        return not more and self._may_end <= may_end
+        return not self._mask & ~before and self._may_end <= may_end
 
     def _take(self, tokens: list[int]) -> None:
         for token in tokens:
@@ -340,8 +339,7 @@ def parsed_state(state: bytes) -> tuple[int, bool, bool, bool, bool, list[int], 
 
 @functools.cache
 def _vocabulary(tokenizer: "llguidance.LLTokenizer") -> tuple[dict[int, int], bytes]:
-    """The ids of tokens of one byte, by the byte; and bits of the tokens of plain
-    text."""
+    """The ids of tokens of one byte, by the byte; and bits of the tokens of plain text."""
     ids, plain = dict[int, int](), bytearray(-(-tokenizer.vocab_size // 8))
     for token in range(tokenizer.vocab_size):
         text = tokenizer.decode_bytes([token])
