@@ -120,7 +120,7 @@ class Runner(abc.ABC):
       options: resolved options of the engine; every runner has `context_tokens`, the maximum number of tokens
         of prompt and answer together.
       level: level in percent; 100 is the whole model.
-      batch: batched decoding, a `jaxllm.serving.runners.resident.Batch`; None if answers are not batched, as
+      batch: batched decoding, a `jaxllm.serving.runners.batch.Batch`; None if answers are not batched, as
         with streamed weights: buckets of single layers and experts have a batch of one.
     """
 

@@ -80,7 +80,7 @@ def test_one_prompt_reads_a_small_part_of_the_package() -> None:
     files = [Path(spec.origin) for spec in ours if spec is not None and spec.origin is not None]
     assert "jaxllm.serving.engine.step" in found
     assert 50 < len(files) <= 150
-    assert sum(len(file.read_bytes().splitlines()) for file in files if file.suffix == ".py") <= 20_250
+    assert sum(len(file.read_bytes().splitlines()) for file in files if file.suffix == ".py") <= 20_200
 
 
 @pytest.mark.slow
