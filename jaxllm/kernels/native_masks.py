@@ -38,9 +38,8 @@ def follow(
       channel: `[2]` uint32, the handle of a `MaskChannel`.
       tokens: `[1, N]` int32.
       mask: `[V]` float32, the last mask: 0, or -inf for tokens that are not allowed.
-      ints: `[5]` int32: whether to ask at all; index of the first token that was not asked about, and that
-        after the last; the number of tokens that may follow before the first, -1 for any number; and whether
-        the masks of all must be equal.
+      ints: `[4]` int32: whether to ask at all; index of the first token that was not asked about, and that
+        after the last; and the number of tokens that may follow before the first, -1 for any number.
 
     Returns:
       The next mask `[V]`, or the same; and int32, one of the replies above.

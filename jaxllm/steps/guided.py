@@ -26,20 +26,18 @@ class GuidedEnd(BlockEnd):
       channel: `[2]` uint32, the handle of a `jaxllm.kernels.native_masks.MaskChannel` to the process that
         follows the answer (see `jaxllm.serving.guided`).
       left: int32 scalar, number of tokens that may follow; -1 for any number.
-      same: int32 scalar, 1 if tokens that share a mask need equal masks.
       mask: `[V]` float32, the first token's mask: 0, or -inf for tokens that are not allowed.
     """
 
     channel: jax.Array | np.ndarray
     left: jax.Array | np.integer
-    same: jax.Array | np.integer
     mask: jax.Array | np.ndarray
 
     def check(self, axes: Axes) -> None:
         """Asserts the shapes above at trace time."""
         super().check(axes)
         axes.check(jnp.uint32, "2", channel=self.channel)
-        axes.check(jnp.int32, "", left=self.left, same=self.same)
+        axes.check(jnp.int32, "", left=self.left)
         axes.check(jnp.float32, "V", mask=self.mask)
 
 
@@ -73,7 +71,7 @@ def decode_guided(
         stopped = (token == NO_TOKEN) | jnp.any(token[:, None] == end.stop_ids[None, :], axis=1)
         asks = ~stopped[0] & (done < limit)
         left = jnp.where(end.left < 0, end.left, end.left - first)
-        ints = jnp.stack([asks.astype(jnp.int32), first, done, left, end.same])
+        ints = jnp.stack([asks.astype(jnp.int32), first, done, left])
         mask, reply = follow(jnp.asarray(end.channel), rows, mask, ints)
         first = jnp.where(reply == MASK, done, first)
         reply = jnp.where(asks, reply, CLOSED)

@@ -21,20 +21,17 @@ class Guide:
     Attributes:
       channel: `[2]` uint32, the handle of a `jaxllm.kernels.native_masks.MaskChannel`.
       left: number of tokens that may follow; -1 for any number.
-      same: whether tokens that share a mask need equal masks.
       allowed: `[V]` bool, the allowed next tokens.
     """
 
     channel: np.ndarray
     left: int
-    same: bool
     allowed: np.ndarray
 
     def end(self, stop_ids: np.ndarray, limit: int) -> GuidedEnd:
         """The end conditions of a block."""
         mask = np.where(self.allowed, 0, -np.inf).astype(np.float32)
-        numbers = np.int32(limit), self.channel, np.int32(self.left), np.int32(self.same)
-        return GuidedEnd(stop_ids, *numbers, mask)
+        return GuidedEnd(stop_ids, np.int32(limit), self.channel, np.int32(self.left), mask)
 
 
 class GuidedBucket(DecodeBucket):
@@ -45,6 +42,6 @@ class GuidedBucket(DecodeBucket):
         progress."""
         step = with_sampler(functools.partial(decode_guided, block=self.block_tokens), 3)
         channel, mask = jax.ShapeDtypeStruct((2,), jnp.uint32), model.sampler[0].bias
-        end: Any = ids(MAX_STOP_IDS), SCALAR, channel, SCALAR, SCALAR, mask
+        end: Any = ids(MAX_STOP_IDS), SCALAR, channel, SCALAR, mask
         shapes = ids(1), model.cache(self.cache_tokens), *model.sampler, GuidedEnd(*end)
         return model.lowered(step, *shapes, donated=(2, 4))

@@ -61,8 +61,9 @@ class GuidedDecoding(Decoding):
         self._began_s = 0.0
         # The socket of the process that follows the answer, and a channel of the runner's kernels to it.
         self._channel: tuple[Any, Any] = None, None
-        # The sampler before the dispatch.
+        # The sampler before the dispatch; whether its bias forbids a token, once known.
         self._before: SamplerState | None = None
+        self._forbids: bool | None = None
         if self.logprobs is not None and not self._feeds_floats(1):
             raise ConfigError(
                 "log-probabilities need prefill in floats, and this engine prefills in integers alone; open "
@@ -146,8 +147,10 @@ class GuidedDecoding(Decoding):
             return False
         if matcher.left is None or matcher.channel is None or not self.runner.can_guide(row.cache):
             return False
-        # A mask could leave no token.
-        return not np.isneginf(np.asarray(row.sampler.bias)).any()
+        # A mask could leave no token. The bias is the same for the whole answer.
+        if self._forbids is None:
+            self._forbids = bool(np.isneginf(np.asarray(row.sampler.bias)).any())
+        return not self._forbids
 
     def _decode_guided(self, row: BatchRow, cached: int) -> DecodedRow:
         """Decodes tokens whose masks the runner asks for, up to one after which the grammar has more to
@@ -161,11 +164,10 @@ class GuidedDecoding(Decoding):
         assert matcher.channel is not None
         assert matcher.left is not None
         if self._channel[0] is not matcher.channel:
-            # Each token needs its own mask where states cannot be rolled back, and where masks must be equal:
-            # they change with the length that a text may still have.
-            plain = b"" if self._cannot_rollback or matcher.same else matcher.plain
+            # Each token needs its own mask where states cannot be rolled back.
+            plain = b"" if self._cannot_rollback else matcher.plain
             self._channel = matcher.channel, MaskChannel(matcher.channel.fileno(), plain)
-        guide = Guide(self._channel[1].operand, matcher.left, matcher.same, matcher.allowed())
+        guide = Guide(self._channel[1].operand, matcher.left, matcher.allowed())
         cache, before = dataclasses.replace(row.cache, length=np.int32(cached)), _kept_progress(row.sampler)
         found = self.runner.decode(dataclasses.replace(row, cache=cache, guide=guide))
         if NO_TOKEN in found.tokens:

@@ -75,8 +75,8 @@ class Matcher:
       nested: whether no token may follow the last ones that could not have come instead of the first of them,
         and none is forced: tokens may then be sampled together (see `offer`).
       completed: whether the end of the text was forced because the answer would have reached its length.
-      same: whether only tokens with equal masks are sampled together.
-      plain: bits of the tokens of plain text, after which a mask that allows most tokens is likely to stay.
+      plain: bits of the tokens of plain text, after which a mask that allows most tokens is likely to stay;
+        empty where masks must be equal, which change with the length that a text may still have.
     """
 
     unbounded, most_unbounded = False, None
@@ -92,11 +92,11 @@ class Matcher:
             (see `completed`); None for no limit.
           same: whether only tokens with equal masks are sampled together (see `_Following.follow`).
         """
-        self.completed, self.nested, self._most_tokens, self.same = False, False, most_tokens, same
+        self.completed, self.nested, self._most_tokens = False, False, most_tokens
         self.channel: socket.socket | None = None
         self._compiled, self._text_tokens = compiled, compiled.text_tokens
         self._failure: WorkerEnded | None = None
-        self.plain = compiled.plain
+        self.plain = b"" if same else compiled.plain
         self._stop_set = frozenset(compiled.stops.tolist())
         self._taken = 0
         # When the state that has not been read yet was requested.
@@ -107,7 +107,7 @@ class Matcher:
         self._set(compiled.first)
         try:
             # Its process starts while the prompt is read.
-            self.channel = handed(compiled.control)
+            self.channel = handed(compiled.control, same=same)
             weakref.finalize(self, self.channel.close)
         except WorkerEnded as error:
             self._failure = error
@@ -262,7 +262,7 @@ class Matcher:
         if self.channel is not None:
             # A process that has ended is found by `wait`.
             with contextlib.suppress(OSError):
-                send(self.channel, array.array("I", [self.left & NO_LIMIT, self.same, *tokens]).tobytes())
+                send(self.channel, array.array("I", [self.left & NO_LIMIT, *tokens]).tobytes())
 
     def _set(self, state: bytes) -> None:
         taken, self._may_end, self.completed, self.nested, self._goes_on, forced, mask = parsed_state(state)
@@ -281,12 +281,17 @@ def socket_pair() -> tuple[socket.socket, socket.socket]:
         raise WorkerLate(f"the process for grammars cannot be reached ({error.strerror})") from error
 
 
-def handed(control: socket.socket) -> socket.socket:
-    """Lets a process fork another, and returns that one's socket; WorkerEnded if it is gone."""
+def handed(control: socket.socket, *, same: bool = False) -> socket.socket:
+    """Lets a process fork another, and returns that one's socket; WorkerEnded if it is gone.
+
+    Args:
+      control: the socket of the process.
+      same: whether the new one follows an answer with equal masks (see `Matcher`).
+    """
     ours, theirs = socket_pair()
     with theirs:
         try:
-            socket.send_fds(control, [b"\0"], [theirs.fileno()])
+            socket.send_fds(control, [bytes([same])], [theirs.fileno()])
         except OSError as error:
             ours.close()
             raise WorkerEnded(f"its process has ended ({error})") from error

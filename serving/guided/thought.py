@@ -169,11 +169,6 @@ class ThoughtMatcher:
         return b"" if self._grammar is None else self._grammar.plain
 
     @property
-    def same(self) -> bool:
-        """See `Matcher`."""
-        return self._grammar is not None and self._grammar.same
-
-    @property
     def left(self) -> int | None:
         """See `Matcher`; None where masks do not come from its process alone."""
         return self._grammar.left if self._follows and self._grammar is not None else None

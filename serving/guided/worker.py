@@ -120,7 +120,8 @@ def serve(descriptor: int) -> None:
     # large schema again and again: nothing here is in a circle.
     gc.freeze()
     gc.disable()
-    if own := _forked(control):
+    own, _ = _forked(control)
+    if own:
         with contextlib.suppress(OSError):
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             _bound(resource.RLIMIT_AS, pages * resource.getpagesize() + _MEMORY_BYTES)
@@ -160,12 +161,12 @@ def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") 
     send(control, json.dumps({"grew_bytes": _resident_bytes() - before}).encode())
     send(control, first)
     # The process of an answer receives tokens, and sends the state after them.
-    channel = _forked(control)
+    channel, same = _forked(control)
     while channel and (message := receive(channel)):
-        left, same, *tokens = array.array("I", message)
+        left, *tokens = array.array("I", message)
         try:
             with _processor_time(STEP_S):
-                state = answer.follow(tokens, left, same=bool(same))
+                state = answer.follow(tokens, left, same=same)
         except BaseException as error:
             send(channel, b"\0" + one_line(error).encode())
             return
@@ -403,20 +404,20 @@ def _is_supported(pattern: str) -> bool:
     return not LLMatcher.validate_grammar(source)
 
 
-def _forked(control: socket.socket) -> socket.socket | None:
+def _forked(control: socket.socket) -> tuple[socket.socket | None, bool]:
     """Forks a process for each received descriptor: returns its socket in that process, and None in this one
-    when no more will come."""
+    when no more will come; and whether its masks must be equal (see `matcher.handed`)."""
     while True:
         message, descriptors, *_ = socket.recv_fds(control, 1, 1)
         if not message:
-            return None
+            return None, False
         channel = socket.socket(fileno=descriptors[0])
         # If the system has no process left, the engine finds the socket closed.
         with contextlib.suppress(OSError):
             if os.fork() == 0:
                 # Else the engine would not see the end of the process that forked.
                 control.close()
-                return channel
+                return channel, message != b"\0"
         channel.close()
 
 

@@ -41,9 +41,9 @@ def _asked(channel, tokens, mask, ints):
     return follow(channel, tokens, mask, ints)
 
 
-def asked(channel, tokens, mask=NARROW, *, first=0, left=-1, same=0, asks=1):
+def asked(channel, tokens, mask=NARROW, *, first=0, left=-1, asks=1):
     rows = jnp.full((1, 6), -1, jnp.int32).at[0, : len(tokens)].set(jnp.array(tokens, jnp.int32))
-    ints = np.array([asks, first, len(tokens), left, same], np.int32)
+    ints = np.array([asks, first, len(tokens), left], np.int32)
     found, reply = _asked(channel.operand, rows, mask, ints)
     return np.asarray(found), int(reply)
 
@@ -75,11 +75,11 @@ def test_a_mask_is_asked_for_and_read(ends):
     np.testing.assert_array_equal(found, np.where(BITS, 0, -np.inf))
     # Of tokens that share a mask the last decides whether to ask.
     assert asked(channel, [4, 2], OPEN)[1] == KEPT
-    found, reply = asked(channel, [4, 2, 6, 41], OPEN, first=1, left=7, same=1)
+    found, reply = asked(channel, [4, 2, 6, 41], OPEN, first=1, left=7)
     assert reply == MASK
     np.testing.assert_array_equal(found, np.where(BITS, -np.inf, 0))
     thread.join()
-    assert requests == [[worker.NO_LIMIT, 0, 4], [7, 1, 2, 6, 41]]
+    assert requests == [[worker.NO_LIMIT, 4], [7, 2, 6, 41]]
     found, reply = asked(channel, [41], asks=0)
     assert reply == KEPT
     np.testing.assert_array_equal(found, NARROW)

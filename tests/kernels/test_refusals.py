@@ -400,12 +400,12 @@ CALLS |= {
         "follow", {"next": zeros(9), "reply": zeros(1, dtype=I32)},
         {
             "channel": zeros(2, dtype=U32), "tokens": zeros(1, 6, dtype=I32), "mask": zeros(9),
-            "asked": np.array([0, 1, 3, 5, 0], I32),
+            "asked": np.array([0, 1, 3, 5], I32),
         },
         None, {},
         "must be two uint32; must be int32; as many before and after; some of the block",
         "tokens less 1, tokens low, tokens high",
-        wrong=[*each("asked", np.array([0, -1, 3, 5, 0], I32), np.array([0, 1, 7, 5, 0], I32))],
+        wrong=[*each("asked", np.array([0, -1, 3, 5], I32), np.array([0, 1, 7, 5], I32))],
     ),
     "unit_rows": Call(
         "unit_rows", {"y": X}, {"index": zeros(4, dtype=I32), "live": LIVE}, named("", *OUT),

@@ -105,7 +105,7 @@ bool most_allowed(const float* mask, size_t vocab) {
 }
 
 bool send_tokens(int socket, const Tokens& tokens) {
-  std::vector<uint32_t> message = {static_cast<uint32_t>(tokens.left), tokens.same};
+  std::vector<uint32_t> message = {static_cast<uint32_t>(tokens.left)};
   message.insert(message.end(), tokens.first, tokens.first + tokens.count);
   const size_t size = message.size() * sizeof(uint32_t);
   std::vector<uint8_t> all(kLength + size);

@@ -24,7 +24,6 @@ struct Tokens {
   const int32_t* first;
   size_t count;
   int32_t left;  // number of tokens that may follow before the first, -1 for any number
-  bool same;     // whether the masks of all must be equal
 };
 // Asks for the mask after tokens that were chosen under the same one, unless it may wait, and writes it to
 // `mask` [vocab]: 0, or -inf for tokens that are not allowed.
