@@ -178,8 +178,10 @@ class _Preparation:
             found["properties"] = {key: self._rewritten(properties[key], resolver, ()) for key in properties}
         if isinstance(patterns := schema.get("patternProperties"), dict):
             kept = [each for each in patterns if self._supported(each)]
-            # The compiler has no intersections of them.
-            kept = kept[:1] if self._simple else kept
+            if self._simple:
+                # The compiler has no intersections of them. Where others may be, too, some say nothing.
+                free = schema.get("additionalProperties", True) is True
+                kept = [each for each in kept if not free or patterns[each] is not True][:1]
             found["patternProperties"] = {
                 each: self._rewritten(patterns[each], resolver, ()) for each in kept
             }

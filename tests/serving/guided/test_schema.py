@@ -231,3 +231,12 @@ def test_objects_are_closed_as_a_whole_unless_the_schema_opens_them():
     assert {"0.0", "0.5"} <= unrolled["$defs"].keys()
     assert closed({"type": "integer"})["$defs"]["integer"]["maximum"] == 2**53 - 1
     assert closed({"type": "number", "minimum": 0})["maximum"] == 10**15
+
+
+def test_of_patterns_that_overlap_one_that_says_something_is_kept():
+    def kept(**schema):
+        return prepared(OBJECT | schema, lambda _: True, simple=True)["patternProperties"]
+
+    patterns = {"f.*": True, "b.*": False}
+    assert kept(patternProperties=patterns) == {"b.*": False}
+    assert kept(patternProperties=patterns, additionalProperties=False) == {"f.*": True}
