@@ -105,7 +105,7 @@ def find_kit(kit: str | os.PathLike[str]) -> Path:
       CheckpointError: there is no such file, and no such packaged kit.
     """
     assets = Path(__file__).parents[1] / "assets"
-    path = Path(kit) if Path(kit).exists() else assets / f"{Path(kit).name}{SUFFIX}"
+    path = Path(kit) if Path(kit).is_file() else assets / f"{Path(kit).name}{SUFFIX}"
     if not path.is_file():
         names = ", ".join(sorted(each.stem for each in assets.glob(f"*{SUFFIX}"))) or "none"
         raise CheckpointError(f"there is no kit {kit}; give a file, or a packaged kit's name: {names}")

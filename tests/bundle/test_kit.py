@@ -71,7 +71,7 @@ def test_other_widths_fit_and_other_weights_do_not(kit, tmp_path):
     assert not out.exists()
 
 
-def test_what_is_no_kit_is_refused(kit, tmp_path):
+def test_what_is_no_kit_is_refused(kit, tmp_path, monkeypatch):
     path = kit[0]
     raw = path.read_bytes()
     for made in (
@@ -87,6 +87,10 @@ def test_what_is_no_kit_is_refused(kit, tmp_path):
             read_kit(bad)
     with pytest.raises(CheckpointError, match="there is no kit nowhere; give a file, or a packaged"):
         find_kit("nowhere")
+    # A folder of that name is no file.
+    (tmp_path / "smollm2").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert find_kit("smollm2").is_file()
     order = dataclasses.replace(read_kit(path), parts={})
     with pytest.raises(CheckpointError, match="its order of units is malformed"):
         list(order.ordered(TINY, tiny_params().items()))
