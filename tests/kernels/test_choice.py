@@ -193,7 +193,7 @@ def write_kernels(folder: Path, broken: dict[str, str]) -> None:
     headers = (ROOT / SOURCES).glob("*.h")
     for path in (*headers, *(ROOT / SOURCES / f"{each}.cpp" for each in ("module", "dispatch", "pool"))):
         shutil.copy(path, folder / SOURCES)
-    for name in ("chunk_tables", "weight_tables"):
+    for name in ("chunk_tables", "weight_tables", "masks"):
         shutil.copy(ROOT / SOURCES / f"{name}.cpp", folder / SOURCES)
     (folder / SOURCES / "rest.cpp").write_text(REST)
     for name in ("amx", "avx512", "avxvnni", "avx2", "i8mm", "neon", "portable"):
