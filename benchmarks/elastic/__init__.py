@@ -67,7 +67,7 @@ class Plan(plans.ShapePlan, plans.DataPlan):
     requests: int = plans.sized(1200, quick=60)
     questions: int = plans.sized(40, quick=3)
     layer_subsets: int = plans.sized(0, quick=4)
-    replayed: int = plans.sized(150, quick=12)
+    replayed: int = plans.sized(150, quick=60)
     seed: int = 0
 
 
