@@ -6,7 +6,6 @@ JAXLLM_LOAD_QUIET=1, on a machine that has nothing else to do.
 import json
 import os
 import random
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -91,7 +90,7 @@ def guidellm_rate(url: str, folder: Path) -> float:
 
 def vllm_rate(url: str, folder: Path) -> float:
     if not (sources := Path(ENVIRONMENTS, "vllm")).exists():
-        fetch(VLLM, sources, lambda name: (match := re.fullmatch(r"[^/]+/(vllm/.+)", name)) and match[1])
+        fetch(VLLM, sources, r"(vllm/.+)")
     with open_model(MODEL) as bundle:
         write_tokenizer(folder, bundle.tokenizer_files())
     options = {

