@@ -166,11 +166,11 @@ $(ARM)/.ready: constraints-export.txt .ci/arm-root
 	@for program in aarch64-linux-gnu-g++ qemu-aarch64-static; do \
 	  command -v $$program > /dev/null || { echo "error: $$program is missing; install it (on Debian:" \
 	    "apt-get install g++-aarch64-linux-gnu qemu-user-static)" >&2; exit 1; }; done
-	rm -rf $(ARM) && .ci/arm-root $(ARM)/root
+	rm -rf $(ARM) && .ci/arm-root $(ARM)/system
 	$(PYTHON) -m venv $(ARM)/host
 	grep -iE '^($(ARM_PACKAGES))==' constraints-export.txt > $(ARM)/requirements.txt
-	PYTHONPATH=$$(echo $(ARM)/host/lib/python3*/site-packages) qemu-aarch64-static -L $(ARM)/root \
-	  $(ARM)/root/usr/bin/python3 -m pip install --quiet --no-compile --no-deps --only-binary :all: \
+	PYTHONPATH=$$(echo $(ARM)/host/lib/python3*/site-packages) qemu-aarch64-static -L $(ARM)/system \
+	  $(ARM)/system/usr/bin/python3 -m pip install --quiet --no-compile --no-deps --only-binary :all: \
 	  --target $(ARM)/site --requirement $(ARM)/requirements.txt
 	touch $@
 

@@ -78,7 +78,8 @@ def test_the_wheel_runs_beside_jax_for_arm(built: Path, tmp_path: Path) -> None:
         pytest.skip("JAXLLM_ARM has no Python for Arm (make test-arm)")
     with zipfile.ZipFile(wheel) as file:
         file.extractall(tmp_path)
-    command = (EMULATOR, "-cpu", "neoverse-n1", "-L", ARM / "root", ARM / "root/usr/bin/python3", "-P", "-c")
+    system = ARM / "system"
+    command = (EMULATOR, "-cpu", "neoverse-n1", "-L", system, system / "usr/bin/python3", "-P", "-c")
     out = run(*command, SCRIPT, PYTHONPATH=f"{tmp_path}:{ARM / 'site'}", JAXLLM_KERNELS="neon")
     assert out == "aarch64 neon portable\n"
 
