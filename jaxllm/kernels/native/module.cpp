@@ -340,8 +340,7 @@ PyMethodDef kMethods[] = {
     {"close_chunks", close_chunks, METH_O, "Closes a table of chunks; whether it was open."},
     {"open_channel", open_channel, METH_VARARGS,
      "Opens a channel of masks: a socket, of which it has a descriptor of its own, and the bits of plain "
-     "text; "
-     "returns its handle."},
+     "text; returns its handle."},
     {"close_channel", close_channel, METH_O, "Closes a channel of masks; whether it was open."},
     {nullptr, nullptr, 0, nullptr},
 };
