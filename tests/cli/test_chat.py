@@ -8,6 +8,7 @@ import re
 import select
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from typing import Any
@@ -159,8 +160,13 @@ class Terminal:
         self._text = self._text.partition(text)[2] if text else ""
 
     def type(self, text: str, *, after: str = PROMPT) -> None:
-        """Types when something is shown."""
+        """Types when something is shown; an interrupt, once the terminal makes a signal of it: one that comes
+        before is a key that the next turn reads."""
         self.wait(after)
+        late = time.monotonic() + 60
+        while after != PROMPT and not termios.tcgetattr(self._own)[3] & termios.ISIG:
+            assert time.monotonic() < late
+            time.sleep(0.001)
         os.write(self._own, text.encode())
 
     def ended(self) -> int:
