@@ -3,6 +3,13 @@
 // Weights are multiplied as they are read; tile.inl unpacks them first, which pays for many rows alone. Sums
 // are made in the order of tile.inl and row.inl, so that a row comes out the same alone and among others.
 
+// One address, from which others are counted: compilers would compute each of them, and run out of registers.
+template <class T>
+ALWAYS_INLINE const T* in_register(const T* p) {
+  asm("" : "+r"(p));
+  return p;
+}
+
 // Sums of Rows x Panels over one block's 32 inputs, on top of `sum`. Panels lie `panel_stride` bytes apart,
 // rows of x `stride`.
 template <int Bits, int Rows, int Panels>
@@ -10,7 +17,9 @@ ALWAYS_INLINE void few_dot(const uint8_t* w, size_t panel_stride, const int8_t* 
                            I (&sum)[Rows][Panels]) {
   constexpr int at_once = Bits == 8 ? 1 : Bits == 4 ? 2 : 4;  // operands in 64 bytes
   I part[Rows][Panels];
+  const int8_t* row[Rows];
   UNROLL for (int r = 0; r < Rows; r++) {
+    row[r] = in_register(x + r * stride);
     UNROLL for (int p = 0; p < Panels; p++) part[r][p] = begin_sum<Bits>(sum[r][p]);
   }
   UNROLL for (int i = 0; i < 8 / at_once; i++) {
@@ -29,7 +38,7 @@ ALWAYS_INLINE void few_dot(const uint8_t* w, size_t panel_stride, const int8_t* 
     }
     UNROLL for (int j = 0; j < at_once; j++) {
       UNROLL for (int r = 0; r < Rows; r++) {
-        const int8_t* four = x + r * stride + 4 * (at_once * i + j);
+        const int8_t* four = row[r] + 4 * (at_once * i + j);
         if constexpr (Panels == 1) {
           part[r][0] = product_at<Bits>(part[r][0], weights[j][0], four);
         } else {
@@ -58,7 +67,8 @@ void few_span(const Matrix& m, const Activations& a, size_t span, size_t from, s
   // Of the block that follows `on` blocks later, in a plane that lies `plane` bytes behind.
   const auto block = [&](I(&sum)[Rows][Panels], size_t on, size_t plane) {
     const uint8_t* own = w + on * m.block_stride + plane;
-    UNROLL for (int p = 0; p < Panels; p++) prefetch_block<Bits>(own + p * m.panel_stride, ahead);
+    UNROLL for (int p = 0; p < Panels; p++)
+        prefetch_block<Bits>(in_register(own + p * m.panel_stride + ahead), 0);
     few_dot<Bits, Rows, Panels>(own, m.panel_stride, x + on * kBlock, a.stride, sum);
   };
   if constexpr (How != kChannels) {
@@ -146,8 +156,10 @@ void few_spans(const Matrix& m, const Activations& a, size_t span, size_t from, 
 template <int Bits, Scaling How>
 void few_rows_of(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
                  float* out) {
-  // Of panels that lie apart in memory two are read at once.
-  const size_t most = m.block_stride <= m.panel_stride ? 2 : panels;
+  // Of panels that lie apart in memory only those that are multiplied together are read in turns.
+  const size_t at_once = to - from < kRowsTogether ? to - from : kRowsTogether;
+  const size_t together = at_once <= kSumsTogether / 2 ? 2 : 1;
+  const size_t most = m.block_stride <= m.panel_stride ? together : panels;
   for (size_t p = 0; p < panels; p += most) {
     const size_t width = panels - p < most ? panels - p : most;
     for (size_t span = 0; span < m.inputs.all_spans(); span++) {

@@ -17,16 +17,19 @@ using X = __m256i;
 
 #ifdef __AVXVNNI__
 constexpr int kBias8 = 128, kBias4 = 8, kBias2 = 3;  // unsigned by signed, sums corrected
+constexpr int kGroupRows = 3;
+constexpr size_t kFewRowsAtMost = 8;
 #else
 constexpr int kBias8 = 0, kBias4 = 8, kBias2 = 3;  // 8 bits signed by signed
+constexpr int kGroupRows = 4;
+constexpr size_t kFewRowsAtMost = 24;
 #define LANES_PAIRS  // see dot_pairs
 #endif
 constexpr int kRows = 4, kPanels = 1;
-constexpr int kGroupRows = 3, kGroupPanels = 1;
+constexpr int kGroupPanels = 1;
 constexpr int kFloatRows = 4, kFloatPanels = 1;
 // Of few_rows.inl: rows and sums that registers hold, and up to how many rows it is faster than tile.inl.
 constexpr int kRowsTogether = 4, kSumsTogether = 4;
-constexpr size_t kFewRowsAtMost = 8;
 
 inline F fzero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline F fset(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }

@@ -78,12 +78,15 @@ ALWAYS_INLINE F group_minimum(const Matrix& m, size_t segment, size_t group, siz
 
 // Of few bits products may first be summed over a block in lanes of 16 bits: `begin_sum`, a `product` for
 // each four inputs, `end_sum`.
+// And sums of products leave no registers for others, which compilers would rather keep there.
 #ifdef LANES_PAIRS
 template <int Bits>
 constexpr bool kInPairs = Bits != 8;
+constexpr bool kSumsFillRegisters = true;
 #else
 template <int Bits>
 constexpr bool kInPairs = false;
+constexpr bool kSumsFillRegisters = false;
 ALWAYS_INLINE I dot_pairs(I pairs, W, X) { return pairs; }
 ALWAYS_INLINE I add_pairs(I sum, I) { return sum; }
 #endif
@@ -226,36 +229,50 @@ struct HighOperands {
   }
 };
 
+// A panel of one span: of many rows it is found once, because that takes as long as what an outlier gives.
+template <Scaling How>
+struct PanelOfSpan {
+  const uint8_t* w;
+  GroupScales<How> scale;  // of the span's groups
+  size_t block_stride, low, shift;
+};
+template <Scaling How>
+ALWAYS_INLINE PanelOfSpan<How> panel_of_span(const Matrix& m, size_t span, size_t panel) {
+  const size_t first = m.inputs.span_block(span), segment = span / m.inputs.spans(), shift = group_shift(m);
+  GroupScales<How> scale{};
+  if constexpr (How != kChannels)
+    scale = group_scales<How>(m, segment, (first - segment * m.inputs.blocks()) >> shift, panel, false);
+  const uint8_t* w = m.data + panel * m.panel_stride + first * m.block_stride;
+  return {w, scale, m.block_stride, low_plane(m), shift};
+}
+
 // What the high parts of a span's outliers give a panel, before the row's scale and, of weights with one for
 // each output, the weight's.
 template <int Bits, Scaling How>
-ALWAYS_INLINE F high_part(const Matrix& m, const Outliers& o, const HighOperands& high, size_t span,
-                          size_t panel) {
-  const Inputs& in = m.inputs;
-  const size_t first = in.span_block(span), segment = span / in.spans();
-  const size_t local = first - segment * in.blocks(), low = low_plane(m), shift = group_shift(m);
-  const uint8_t* w = m.data + panel * m.panel_stride + first * m.block_stride;
+ALWAYS_INLINE F high_part(const PanelOfSpan<How>& at, const Outliers& o, const HighOperands& high) {
   I whole = high.none_at_all;
   F part = fzero();
   UNROLL for (int e = 0; e < kOutliers; e++) {
     const size_t block = o.quarter[e] / 8, quarter = o.quarter[e] % 8;
-    const uint8_t* own = w + block * m.block_stride;
+    const uint8_t* own = at.w + block * at.block_stride;
     if constexpr (How == kChannels) {
       whole = dot(whole, quarter_of<Bits>(own, quarter), high.four[e]);
     } else {
       I dots = dot(high.none[e], quarter_of<Bits>(own, quarter), high.four[e]);
-      if constexpr (How == kNested || How == kLate)
-        dots = dot(iadd(sixteenfold(dots), high.none[e]), quarter_of<Bits>(own + low, quarter), high.four[e]);
-      const auto scale = group_scales<How>(m, segment, (local + block) >> shift, panel, false);
-      part = fma(to_float(dots), scale(0), part);
-      if constexpr (How == kMinima) part = fma(to_float(iset(o.sum[e])), scale.minimum(0), part);
+      if constexpr (How == kNested || How == kLate) {
+        dots = iadd(sixteenfold(dots), high.none[e]);
+        dots = dot(dots, quarter_of<Bits>(own + at.low, quarter), high.four[e]);
+      }
+      part = fma(to_float(dots), at.scale(block >> at.shift), part);
+      if constexpr (How == kMinima)
+        part = fma(to_float(iset(o.sum[e])), at.scale.minimum(block >> at.shift), part);
     }
   }
   return How == kChannels ? to_float(whole) : part;
 }
 template <int Bits, Scaling How>
-ALWAYS_INLINE F high_part(const Matrix& m, const Outliers& o, size_t span, size_t panel) {
-  return high_part<Bits, How>(m, o, HighOperands(o, kOffset<Bits, How>), span, panel);
+ALWAYS_INLINE F high_part(const PanelOfSpan<How>& at, const Outliers& o) {
+  return high_part<Bits>(at, o, HighOperands(o, kOffset<Bits, How>));
 }
 
 template <int Bits, Scaling How>
@@ -271,10 +288,11 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
       const size_t segment = span / in.spans();
       const uint8_t* w = data + first * m.block_stride;
       const int8_t* x = a.q + first * kBlock;
+      PanelOfSpan<How> at{w, {}, m.block_stride, low, shift};
       if constexpr (How != kChannels) {
         F part = fzero();
         const size_t local = first - segment * in.blocks();
-        const auto scale = group_scales<How>(m, segment, local >> shift, panel, false);
+        const auto scale = at.scale = group_scales<How>(m, segment, local >> shift, panel, false);
         for (size_t b = 0; b < count;) {
           const F channel = scale(b >> shift);
           // A span begins with a group, and a group of two blocks may end after its first.
@@ -294,8 +312,7 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
         total = fma(part, fset(a.scale[span]), total);
         if constexpr (How != kEarly) {
           if (a.outliers && a.outliers[span].some)
-            total = fma(high_part<Bits, How>(m, a.outliers[span], span, panel),
-                        fset(kOutlierSteps * a.scale[span]), total);
+            total = fma(high_part<Bits>(at, a.outliers[span]), fset(kOutlierSteps * a.scale[span]), total);
         }
       } else {
         I even = iset(-bias_of(Bits) * a.span_sum[span]), odd = izero();
@@ -311,7 +328,7 @@ void row_panels_of(const Matrix& m, const Activations& a, size_t from, size_t to
         const F channel = fload(scale + (segment * m.scale_group_stride + panel * m.scale_panel_stride));
         total = fma(to_float(iadd(even, odd)), fmul(fset(a.scale[span]), channel), total);
         if (a.outliers && a.outliers[span].some)
-          total = fma(high_part<Bits, How>(m, a.outliers[span], span, panel),
+          total = fma(high_part<Bits>(at, a.outliers[span]),
                       fmul(fset(kOutlierSteps * a.scale[span]), channel), total);
       }
     }
@@ -373,7 +390,7 @@ void row_span_of(const Matrix& m, const Activations& a, size_t span, size_t from
   const Outliers& o = a.outliers[span];
   const HighOperands operands(o, kOffset<Bits, How>);
   for (size_t p = 0; p < panels; p++)
-    fstore(high + p * kPanel, high_part<Bits, How>(m, o, operands, span, from + p));
+    fstore(high + p * kPanel, high_part<Bits>(panel_of_span<How>(m, span, from + p), o, operands));
 }
 
 void join_spans(const Matrix& m, const Activations& a, const float* parts, const float* high, float* y) {
@@ -429,17 +446,17 @@ void add_high_of(const Matrix& m, const Activations& a, size_t span, size_t from
                  size_t panels, float* out) {
   const size_t spans = m.inputs.all_spans();
   const float* scale = static_cast<const float*>(m.scale) + span / m.inputs.spans() * m.scale_group_stride;
-  for (size_t row = from; row < to; row++, out += kTaskPanels * kPanel) {
-    const Outliers& o = a.outliers[row * spans + span];
-    if (!o.some) continue;
-    const F steps = fset(kOutlierSteps * a.scale[row * spans + span]);
-    const HighOperands operands(o, kOffset<Bits, How>);
-    for (size_t p = 0; p < panels; p++) {
-      F factor = steps;
-      if constexpr (How == kChannels)
-        factor = fmul(factor, fload(scale + (panel + p) * m.scale_panel_stride));
-      fstore(out + p * kPanel,
-             fma(high_part<Bits, How>(m, o, operands, span, panel + p), factor, fload(out + p * kPanel)));
+  for (size_t p = 0; p < panels; p++, out += kPanel) {
+    const auto at = panel_of_span<How>(m, span, panel + p);
+    F channel = fset(1.0f);
+    if constexpr (How == kChannels) channel = fload(scale + (panel + p) * m.scale_panel_stride);
+    float* to_row = out;
+    for (size_t row = from; row < to; row++, to_row += kTaskPanels * kPanel) {
+      const Outliers& o = a.outliers[row * spans + span];
+      if (!o.some) continue;
+      const F steps = fset(kOutlierSteps * a.scale[row * spans + span]);
+      const F part = high_part<Bits>(at, o);
+      fstore(to_row, fma(part, How == kChannels ? fmul(steps, channel) : steps, fload(to_row)));
     }
   }
 }

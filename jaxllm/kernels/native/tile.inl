@@ -174,7 +174,28 @@ void span_tile_whole(const SpanTile& t) {
   }
 }
 
-template <int Rows, int Panels>
+// One block's products of few bits, which are summed in pairs.
+template <int Bits, int Rows, int Panels>
+ALWAYS_INLINE void tile_block(const uint8_t* w, const int8_t* x, size_t stride, I (&sum)[Rows][Panels]) {
+  I part[Rows][Panels];
+  UNROLL for (int r = 0; r < Rows; r++) {
+    UNROLL for (int p = 0; p < Panels; p++) part[r][p] = begin_sum<Bits>(sum[r][p]);
+  }
+  for (int i = 0; i < 8; i++, w += Panels * 64, x += 4) {
+    W weights[Panels];
+    UNROLL for (int p = 0; p < Panels; p++) weights[p] = wload(w + 64 * p);
+    UNROLL for (int r = 0; r < Rows; r++) {
+      const X four = xload(x + r * stride);
+      UNROLL for (int p = 0; p < Panels; p++) part[r][p] = product<Bits>(part[r][p], weights[p], four);
+    }
+  }
+  UNROLL for (int r = 0; r < Rows; r++) {
+    UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = end_sum<Bits>(sum[r][p], part[r][p]);
+  }
+}
+
+// Of operands that were unpacked from `Bits`.
+template <int Bits, Scaling How, int Rows, int Panels>
 void span_tile_grouped(const SpanTile& t) {
   F part[Rows][Panels];
   UNROLL for (int r = 0; r < Rows; r++) { UNROLL for (int p = 0; p < Panels; p++) part[r][p] = fzero(); }
@@ -186,10 +207,14 @@ void span_tile_grouped(const SpanTile& t) {
     I sum[Rows][Panels];
     UNROLL for (int r = 0; r < Rows; r++) {
       const int32_t* sums = t.block_sum + r * t.row_blocks + b;
-      const I start = iset(-t.bias * (count == 2 ? sums[0] + sums[1] : sums[0]));
+      const I start = iset(-kOffset<Bits, How> * (count == 2 ? sums[0] + sums[1] : sums[0]));
       UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = start;
     }
-    if (count == 1) {
+    if constexpr (kSumsFillRegisters) asm("" : "+m"(part));
+    if constexpr (kInPairs<Bits>) {
+      for (size_t i = 0; i < count; i++)
+        tile_block<Bits, Rows, Panels>(w + i * 8 * Panels * 64, x + i * kBlock, t.stride, sum);
+    } else if (count == 1) {
       UNROLL for (int i = 0; i < 8; i++)
           tile_dot<Rows, Panels>(w + i * Panels * 64, x + 4 * i, t.stride, 1, sum);
     } else {
@@ -199,7 +224,7 @@ void span_tile_grouped(const SpanTile& t) {
       const F channel = fload(scale + p * kPanel);
       UNROLL for (int r = 0; r < Rows; r++) part[r][p] = fma(to_float(sum[r][p]), channel, part[r][p]);
     }
-    if (minimum) {
+    if constexpr (How == kMinima) {
       UNROLL for (int r = 0; r < Rows; r++) {
         const int32_t* sums = t.block_sum + r * t.row_blocks + b;
         const F all = to_float(iset(count == 2 ? sums[0] + sums[1] : sums[0]));
@@ -221,14 +246,14 @@ void span_tile_grouped(const SpanTile& t) {
   }
 }
 
-template <bool Grouped, int Rows>
+template <int Bits, Scaling How, int Rows>
 void span_tile(const SpanTile& t, size_t rows) {
   if constexpr (Rows > 0) {
-    if (rows != Rows) return span_tile<Grouped, Rows - 1>(t, rows);
-    if (Grouped) {
-      span_tile_grouped<Rows, kGroupPanels>(t);
-    } else {
+    if (rows != Rows) return span_tile<Bits, How, Rows - 1>(t, rows);
+    if constexpr (How == kChannels) {
       span_tile_whole<Rows, kPanels>(t);
+    } else {
+      span_tile_grouped<Bits, How, Rows, kGroupPanels>(t);
     }
   }
 }
@@ -275,9 +300,11 @@ void add_unpacked_high(const Matrix& m, const Activations& a, size_t span, size_
   }
 }
 
-template <bool Grouped, Unpacking How>
+// Operands are of `Bits`, and are scaled alike.
+template <int Bits, Scaling Scales, Unpacking How>
 void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
              float* out, void* scratch) {
+  constexpr bool Grouped = Scales != kChannels;
   constexpr int rows_at_once = Grouped ? kGroupRows : kRows,
                 panels_at_once = Grouped ? kGroupPanels : kPanels;
   const Inputs& in = m.inputs;
@@ -297,7 +324,7 @@ void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size
     SpanTile t;
     t.stride = a.stride;
     t.blocks = blocks;
-    t.bias = bias_of(How == kAsStored && !m.low ? m.bits : 8) - (m.minima ? 8 : 0);
+    t.bias = kOffset<Bits, Scales>;
     t.group_blocks = group_blocks;
     t.row_spans = in.all_spans();
     t.row_blocks = in.all_blocks();
@@ -315,7 +342,7 @@ void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size
         t.group_scale = scales + p * groups * kPanel;
         t.minimum = m.minima ? t.group_scale + all_panels * groups * kPanel : nullptr;
         t.out = out + (row - from) * t.out_stride + p * kPanel;
-        span_tile<Grouped, rows_at_once>(t, rows);
+        span_tile<Bits, Scales, rows_at_once>(t, rows);
       }
       if (a.outliers) {
         add_unpacked_high<panels_at_once, Grouped>(m, a, span, row, row + rows, panels, operands, blocks,
@@ -326,16 +353,24 @@ void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size
   }
 }
 
+template <int Bits, Scaling How>
+void tile_as_stored(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel,
+                    size_t panels, float* out, void* scratch) {
+  // Both planes together are 8 bits, and scales are unpacked, however they are stored.
+  constexpr bool nested = How == kNested || How == kHigh;
+  tile_of<How == kNested ? 8 : Bits, nested ? kHalves : How, kAsStored>(m, a, from, to, panel, panels, out,
+                                                                        scratch);
+}
+
 void tile(const Matrix& m, const Activations& a, size_t from, size_t to, size_t panel, size_t panels,
           float* out, void* scratch) {
   if (!m.widened() && to - from <= kFewRowsAtMost) return few_rows(m, a, from, to, panel, panels, out);
 #ifdef LANES_WIDEN
   if (m.widened()) {
-    return tile_of<false, kWidened>(m, a, from, to, panel, panels, out, scratch);
+    return tile_of<8, kChannels, kWidened>(m, a, from, to, panel, panels, out, scratch);
   }
 #endif
-  return m.group ? tile_of<true, kAsStored>(m, a, from, to, panel, panels, out, scratch)
-                 : tile_of<false, kAsStored>(m, a, from, to, panel, panels, out, scratch);
+  OF_FORMAT(m, tile_as_stored, m, a, from, to, panel, panels, out, scratch)
 }
 
 template <int Rows, int Panels>
