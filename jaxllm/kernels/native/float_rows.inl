@@ -28,34 +28,44 @@ ALWAYS_INLINE void float_tile(const float* a, size_t a_stride, const Element* b,
   }
 }
 
-template <int Panels, class Element>
-void float_rows(size_t rows, const float* a, size_t a_stride, const Element* b, size_t b_stride, size_t count,
-                float* c, size_t c_stride, bool add) {
-  size_t r = 0;
-  for (; r + kFloatRows <= rows; r += kFloatRows) {
-    float_tile<kFloatRows, Panels>(a + r * a_stride, a_stride, b, b_stride, count, c + r * c_stride, c_stride,
-                                   add);
+// Of fewer rows than registers hold, `rows` of them: as many sums as of all, of more columns.
+template <int Rows, class Element>
+void last_rows(size_t rows, size_t width, const float* a, size_t a_stride, const Element* b, size_t b_stride,
+               size_t count, float* c, size_t c_stride, bool add) {
+  if constexpr (Rows > 1) {
+    if (rows != Rows)
+      return last_rows<Rows - 1>(rows, width, a, a_stride, b, b_stride, count, c, c_stride, add);
   }
-  if constexpr (kFloatRows > 4) {
-    for (; r + 4 <= rows; r += 4) {
-      float_tile<4, Panels>(a + r * a_stride, a_stride, b, b_stride, count, c + r * c_stride, c_stride, add);
-    }
-  }
-  for (; r < rows; r++) {
-    float_tile<1, Panels>(a + r * a_stride, a_stride, b, b_stride, count, c + r * c_stride, c_stride, add);
-  }
+  constexpr int most = kFloatRows * kFloatPanels / Rows, panels = most < 4 ? most : 4;
+  size_t at = 0;
+  for (; at + 16 * panels <= width; at += 16 * panels)
+    float_tile<Rows, panels>(a, a_stride, b + at, b_stride, count, c + at, c_stride, add);
+  for (; at < width; at += 16)
+    float_tile<Rows, 1>(a, a_stride, b + at, b_stride, count, c + at, c_stride, add);
 }
 
-// The same for any number of rows and `width` columns, a multiple of 16.
+// C [rows][width] = or += A [rows][count] x B [count][width], `width` a multiple of 16.
 template <class Element>
 void float_product(size_t rows, size_t width, const float* a, size_t a_stride, const Element* b,
                    size_t b_stride, size_t count, float* c, size_t c_stride, bool add) {
-  size_t at = 0;
-  for (; at + 16 * kFloatPanels <= width; at += 16 * kFloatPanels) {
-    float_rows<kFloatPanels>(rows, a, a_stride, b + at, b_stride, count, c + at, c_stride, add);
+  const size_t last = rows % kFloatRows, whole = rows - last;
+  for (size_t at = 0; whole && at < width;) {
+    const bool all = at + 16 * kFloatPanels <= width;
+    for (size_t r = 0; r < whole; r += kFloatRows) {
+      const float* from = a + r * a_stride;
+      float* to = c + r * c_stride + at;
+      if (all) {
+        float_tile<kFloatRows, kFloatPanels>(from, a_stride, b + at, b_stride, count, to, c_stride, add);
+      } else {
+        float_tile<kFloatRows, 1>(from, a_stride, b + at, b_stride, count, to, c_stride, add);
+      }
+    }
+    at += all ? 16 * kFloatPanels : 16;
   }
-  for (; at < width; at += 16)
-    float_rows<1>(rows, a, a_stride, b + at, b_stride, count, c + at, c_stride, add);
+  if (last) {
+    last_rows<kFloatRows - 1>(last, width, a + whole * a_stride, a_stride, b, b_stride, count,
+                              c + whole * c_stride, c_stride, add);
+  }
 }
 
 // Rows [from, from + count) of keys or values as floats [count][wide], zeros beyond the width. Returns
@@ -97,28 +107,41 @@ ALWAYS_INLINE void sums_of(const F (&v)[16], float* out) {
 #endif
 }
 
+// Dot products whose sums registers hold.
+constexpr int kDots = kFloatRows * kFloatPanels < 16 ? 4 : 16;
+
 // scores [Rows][kKeyBlock] of `count` keys by dot products along the head, sixteen at a time; beyond `count`
 // they mean nothing.
 template <int Rows, class Element>
 void scores_by_dots(const float* q, const Element* keys, size_t count, size_t wide, float* scores) {
-  constexpr int kKeys = 16 / Rows;
+  constexpr int kKeys = 16 / Rows, kTogether = kDots / Rows;
+  static_assert(kKeys % kTogether == 0);
   for (size_t s = 0; s < count; s += kKeys) {
-    const Element* key[kKeys];
-    UNROLL for (int j = 0; j < kKeys; j++) key[j] = keys + (s + j < count ? s + j : count - 1) * wide;
-    F sum[16];
-    UNROLL for (int i = 0; i < 16; i++) sum[i] = fzero();
-    for (size_t h = 0; h < wide; h += 16) {
-      F row[Rows];
-      UNROLL for (int r = 0; r < Rows; r++) row[r] = fload(q + r * wide + h);
-      UNROLL for (int j = 0; j < kKeys; j++) {
-        // The next block of keys, by then half a block's work away.
-        __builtin_prefetch(key[j] + kKeyBlock * wide + h, 0, 2);
-        const F each = load_element(key[j] + h);
-        UNROLL for (int r = 0; r < Rows; r++) sum[r * kKeys + j] = fma(row[r], each, sum[r * kKeys + j]);
+    F all[16];
+    UNROLL for (int i = Rows * kKeys; i < 16; i++) all[i] = fzero();
+    UNROLL for (int first = 0; first < kKeys; first += kTogether) {
+      const Element* key[kTogether];
+      F sum[Rows][kTogether];
+      UNROLL for (int j = 0; j < kTogether; j++) {
+        key[j] = keys + (s + first + j < count ? s + first + j : count - 1) * wide;
+        UNROLL for (int r = 0; r < Rows; r++) sum[r][j] = fzero();
+      }
+      for (size_t h = 0; h < wide; h += 16) {
+        F row[Rows];
+        UNROLL for (int r = 0; r < Rows; r++) row[r] = fload(q + r * wide + h);
+        UNROLL for (int j = 0; j < kTogether; j++) {
+          // The next block of keys, by then half a block's work away.
+          __builtin_prefetch(key[j] + kKeyBlock * wide + h, 0, 2);
+          const F each = load_element(key[j] + h);
+          UNROLL for (int r = 0; r < Rows; r++) sum[r][j] = fma(row[r], each, sum[r][j]);
+        }
+      }
+      UNROLL for (int r = 0; r < Rows; r++) {
+        UNROLL for (int j = 0; j < kTogether; j++) all[r * kKeys + first + j] = sum[r][j];
       }
     }
     float together[16];
-    sums_of(sum, together);
+    sums_of(all, together);
     // Those of a cache may begin in the middle of a block, behind a chunk's.
     const bool whole = s + kKeys <= count;
     UNROLL for (int r = 0; r < Rows; r++) {
@@ -135,10 +158,10 @@ void scores_of_few(size_t rows, const float* q, const Element* keys, size_t coun
   for (; r + 4 <= rows; r += 4) {
     scores_by_dots<4>(q + r * wide, keys, count, wide, scores + r * kKeyBlock);
   }
-  for (; r + 2 <= rows; r += 2) {
-    scores_by_dots<2>(q + r * wide, keys, count, wide, scores + r * kKeyBlock);
-  }
-  if (r < rows) scores_by_dots<1>(q + r * wide, keys, count, wide, scores + r * kKeyBlock);
+  q += r * wide, scores += r * kKeyBlock;
+  if (rows - r == 3) scores_by_dots<3>(q, keys, count, wide, scores);
+  if (rows - r == 2) scores_by_dots<2>(q, keys, count, wide, scores);
+  if (rows - r == 1) scores_by_dots<1>(q, keys, count, wide, scores);
 }
 
 // Rotary embedding of one head, halves paired: x[i] with x[i + rotary].

@@ -68,18 +68,31 @@ inline F fabs(F x) {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b)};
 }
+inline __m128 fquarters(F x) {
+  const __m256 half = _mm256_add_ps(x.a, x.b);
+  return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+}
 inline float fsum(F x) {
-  float lanes[16];
-  fstore(lanes, x);
-  for (int step = 8; step; step /= 2)
-    for (int i = 0; i < step; i++) lanes[i] += lanes[i + step];
-  return lanes[0];
+  const __m128 four = fquarters(x), two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+// Each is added up as `fsum` does.
+#define LANES_SUMS
+inline __m128 fsums_of_four(const F* v) {
+  const __m128 a = fquarters(v[0]), b = fquarters(v[1]), c = fquarters(v[2]), d = fquarters(v[3]);
+  const __m128 ab = _mm_add_ps(_mm_movelh_ps(a, b), _mm_movehl_ps(b, a));
+  const __m128 cd = _mm_add_ps(_mm_movelh_ps(c, d), _mm_movehl_ps(d, c));
+  return _mm_add_ps(_mm_shuffle_ps(ab, cd, 0x88), _mm_shuffle_ps(ab, cd, 0xdd));
+}
+inline F fsums(const F (&v)[16]) {
+  return {_mm256_set_m128(fsums_of_four(v + 4), fsums_of_four(v)),
+          _mm256_set_m128(fsums_of_four(v + 12), fsums_of_four(v + 8))};
 }
 inline float ftop(F x) {
-  float lanes[16];
-  fstore(lanes, x);
-  for (int i = 1; i < 16; i++) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
-  return lanes[0];
+  const __m256 half = _mm256_max_ps(x.a, x.b);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
 }
 inline F to_float(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
 inline I round_to_int(F x) { return {_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)}; }
