@@ -167,13 +167,13 @@ async def closed_loop(
     sender: Sender, requests: Sequence[Mapping[str, Any]], clients: int, duration_s: float, patience_s: float
 ) -> None:
     """Lets clients send, one request after another each, until the time has passed and what was sent in it is
-    answered; with a duration of 0 until each request was sent once."""
-    numbers = iter(itertools.cycle(range(len(requests))) if duration_s else range(len(requests)))
+    answered; with a duration of 0 until each was sent once. Of n clients each has every n-th request."""
     measured: set[int] = set()
     answered = asyncio.Event()
 
     async def client(place: int) -> None:
-        for number in numbers:
+        own = range(place, len(requests), clients)
+        for number in itertools.cycle(own) if duration_s else own:
             due_s = sender.now_s()
             if not duration_s or due_s < duration_s:
                 measured.add(place)

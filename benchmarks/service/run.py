@@ -197,7 +197,7 @@ def _loads(
     # No two loads send the same prompts: a server would have them in its cache.
     loads, seeds = [], itertools.count(plan.seed + 1000 * repetition, 10)
     answer_s = statistics.fmean(
-        map(reference.answer_s, servers.back_to_back(sizes, count=500, seed=plan.seed))
+        map(reference.answer_s, servers.back_to_back(sizes, clients=1, count=500, seed=plan.seed))
     )
     if "apps" in plan.parts:
         for load in plan.loads:
@@ -219,7 +219,7 @@ def _loads(
             # For eight times as many answers as the idle whole model gives one after another: a prompt that
             # is sent twice would be in a cache.
             most = count + math.ceil(8 * duration_s / answer_s)
-            sent = servers.back_to_back(sizes, count=most, seed=next(seeds))
+            sent = servers.back_to_back(sizes, clients=count, count=most, seed=next(seeds))
             loads.append(_Load(f"{name}, {count} clients", sent, duration_s, patience_s, count))
     return loads
 

@@ -162,9 +162,12 @@ def from_trace(
     return _requests(sizes, [(each - times[0]) / faster for each in times], lengths, seed), faster
 
 
-def back_to_back(sizes: Sizes, *, count: int, seed: int) -> list[Request]:
-    """Requests for clients that send one as soon as the one before is answered."""
-    return _requests(sizes, [0.0] * count, draw_lengths(sizes, count, random.Random(seed)), seed)
+def back_to_back(sizes: Sizes, *, clients: int, count: int, seed: int) -> list[Request]:
+    """Requests for clients that send one as soon as the one before is answered, each the next of its own (see
+    `load.closed_loop`). A client is one app's: a service shares its time among apps, and who changed to one
+    that waits less would overtake others."""
+    apps = [number % clients % len(APPS) for number in range(count)]
+    return _requests(sizes, [0.0] * count, draw_lengths(sizes, count, random.Random(seed)), seed, apps)
 
 
 def random_prompt(sizes: Sizes, tokens: int, draw: random.Random) -> tuple[int, ...]:
@@ -172,12 +175,14 @@ def random_prompt(sizes: Sizes, tokens: int, draw: random.Random) -> tuple[int, 
     return tuple(draw.randrange(FIRST_TOKEN, sizes.vocab_size) for _ in range(tokens))
 
 
-def _requests(sizes: Sizes, times: Sequence[float], lengths: Sequence[Lengths], seed: int) -> list[Request]:
+def _requests(
+    sizes: Sizes, times: Sequence[float], lengths: Sequence[Lengths], seed: int, apps: Sequence[int] = ()
+) -> list[Request]:
     draw = random.Random(seed + 1)
     requests: list[Request] = []
     last: dict[int, Request] = {}
-    for time_s, (prompt, answer) in zip(times, lengths, strict=True):
-        app = draw.randrange(len(APPS))
+    for number, (time_s, (prompt, answer)) in enumerate(zip(times, lengths, strict=True)):
+        app = apps[number] if apps else draw.randrange(len(APPS))
         said: tuple[int, ...] = ()
         new = prompt
         if app in last and draw.random() < 0.5:
