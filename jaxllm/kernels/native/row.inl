@@ -77,8 +77,8 @@ ALWAYS_INLINE F group_minimum(const Matrix& m, size_t segment, size_t group, siz
 }
 
 // Of few bits products may first be summed over a block in lanes of 16 bits: `begin_sum`, a `product` for
-// each four inputs, `end_sum`. Where they are, sums of products need all registers, which compilers would fill
-// with others.
+// each four inputs, `end_sum`. Where they are, sums of products need all registers, which compilers would
+// fill with others.
 #ifdef LANES_PAIRS
 template <int Bits>
 constexpr bool kInPairs = Bits != 8;
