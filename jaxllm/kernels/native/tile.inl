@@ -126,8 +126,8 @@ void unpack_scales(const Matrix& m, size_t span, size_t panel, size_t panels, si
   }
 }
 
-// Rows x Panels sums of `quarters` times four inputs, on top of what `sum` holds.
-template <int Rows, int Panels>
+// Rows x Panels sums of `quarters` times four inputs, on top of what `sum` holds; see `product`.
+template <int Rows, int Panels, int Bits = 8>
 ALWAYS_INLINE void tile_dot(const uint8_t* w, const int8_t* x, size_t stride, size_t quarters,
                             I (&sum)[Rows][Panels]) {
   for (size_t i = 0; i < quarters; i++, w += Panels * 64, x += 4) {
@@ -135,7 +135,7 @@ ALWAYS_INLINE void tile_dot(const uint8_t* w, const int8_t* x, size_t stride, si
     UNROLL for (int p = 0; p < Panels; p++) weights[p] = wload(w + 64 * p);
     UNROLL for (int r = 0; r < Rows; r++) {
       const X four = xload(x + r * stride);
-      UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = dot(sum[r][p], weights[p], four);
+      UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = product<Bits>(sum[r][p], weights[p], four);
     }
   }
 }
@@ -144,7 +144,6 @@ struct SpanTile {
   const uint8_t* w;
   const int8_t* x;
   size_t stride, blocks;
-  int bias;
   const float* channel;      // [Panels * 16], or null with group scales
   const float* group_scale;  // [groups][Panels][16]
   const float* minimum;      // like it, or null
@@ -161,7 +160,7 @@ template <int Rows, int Panels>
 void span_tile_whole(const SpanTile& t) {
   I sum[Rows][Panels];
   UNROLL for (int r = 0; r < Rows; r++) {
-    UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = iset(-t.bias * t.span_sum[r * t.row_spans]);
+    UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = iset(-kBias8 * t.span_sum[r * t.row_spans]);
   }
   tile_dot<Rows, Panels>(t.w, t.x, t.stride, 8 * t.blocks, sum);
   UNROLL for (int r = 0; r < Rows; r++) {
@@ -181,14 +180,7 @@ ALWAYS_INLINE void tile_block(const uint8_t* w, const int8_t* x, size_t stride, 
   UNROLL for (int r = 0; r < Rows; r++) {
     UNROLL for (int p = 0; p < Panels; p++) part[r][p] = begin_sum<Bits>(sum[r][p]);
   }
-  for (int i = 0; i < 8; i++, w += Panels * 64, x += 4) {
-    W weights[Panels];
-    UNROLL for (int p = 0; p < Panels; p++) weights[p] = wload(w + 64 * p);
-    UNROLL for (int r = 0; r < Rows; r++) {
-      const X four = xload(x + r * stride);
-      UNROLL for (int p = 0; p < Panels; p++) part[r][p] = product<Bits>(part[r][p], weights[p], four);
-    }
-  }
+  tile_dot<Rows, Panels, Bits>(w, x, stride, 8, part);
   UNROLL for (int r = 0; r < Rows; r++) {
     UNROLL for (int p = 0; p < Panels; p++) sum[r][p] = end_sum<Bits>(sum[r][p], part[r][p]);
   }
@@ -324,7 +316,6 @@ void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size
     SpanTile t;
     t.stride = a.stride;
     t.blocks = blocks;
-    t.bias = kOffset<Bits, Scales>;
     t.group_blocks = group_blocks;
     t.row_spans = in.all_spans();
     t.row_blocks = in.all_blocks();
@@ -345,9 +336,9 @@ void tile_of(const Matrix& m, const Activations& a, size_t from, size_t to, size
         span_tile<Bits, Scales, rows_at_once>(t, rows);
       }
       if (a.outliers) {
-        add_unpacked_high<panels_at_once, Grouped>(m, a, span, row, row + rows, panels, operands, blocks,
-                                                   t.bias, scales, groups, out + (row - from) * t.out_stride,
-                                                   [](const uint8_t* w) { return wload(w); });
+        add_unpacked_high<panels_at_once, Grouped>(
+            m, a, span, row, row + rows, panels, operands, blocks, kOffset<Bits, Scales>, scales, groups,
+            out + (row - from) * t.out_stride, [](const uint8_t* w) { return wload(w); });
       }
     }
   }
